@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tiered_checkpoint_io.adapters.dcp_reader import PlanReader
-from tiered_checkpoint_io.engine.chunks import Span, fetch_chunk
-from tiered_checkpoint_io.engine.restore.targets import Target
+from tiered_checkpoint_io.engine.chunks import Span, Target, fetch_chunk
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata

@@ -18,7 +18,7 @@ from support.restoring import flip
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 from tiered_checkpoint_io import dcp as ours
 from tiered_checkpoint_io.adapters import pinned_reads
-from tiered_checkpoint_io.engine.restore import shard_files
+from tiered_checkpoint_io.engine.restore import shards
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.formats.image import default_threads
 from tiered_checkpoint_io.model import documents
@@ -69,13 +69,13 @@ def device(request, monkeypatch):
 @pytest.fixture
 def read(monkeypatch):
     """Counts the reads of each chunk in node memory, by basename and index."""
-    found, before = Counter(), shard_files.read_chunk
+    found, before = Counter(), shards.read_chunk
 
     def read_chunk(entry, index, *args, **options):
         found[entry.basename, index] += 1
         return before(entry, index, *args, **options)
 
-    monkeypatch.setattr(shard_files, "read_chunk", read_chunk)
+    monkeypatch.setattr(shards, "read_chunk", read_chunk)
     return found
 
 

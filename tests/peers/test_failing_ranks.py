@@ -16,12 +16,12 @@ FULL = [
     (2, "engine.restore.restore:NodeFetcher.hold"),
 ]
 SHARDED = [
-    (1, "engine.restore.shard_files:opened"),
+    (1, "engine.restore.shards:opened"),
     (1, "engine.session:Session.serve"),
     (0, "memory.tier:MemoryTier.acquire"),
     (0, "memory.tier:MemoryTier.commit"),
     (2, "engine.restore.search:look"),
-    (0, "engine.restore.shard_reading:moves_to_owners"),
+    (0, "engine.restore.shards:moves_to_owners"),
     (0, "engine.restore.peers:Peers.copies"),
 ]
 

@@ -28,8 +28,7 @@ from tiered_checkpoint_io.engine.chunks import (
     unverified,
     writer_to,
 )
-from tiered_checkpoint_io.engine.restore import targets
-from tiered_checkpoint_io.engine.restore.shard_reading import share_reads
+from tiered_checkpoint_io.engine.restore.shards import share_reads
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreError
 from tiered_checkpoint_io.model.documents import MIN_CHUNK_SIZE
@@ -214,7 +213,7 @@ def test_merged_spans_touch_the_same_chunks_and_are_at_most_one_a_chunk(spans, f
     assert max(map(sum, fewer), default=0) == max((sum(each) for each in spans if each[1]), default=0)
 
 
-LARGE_CHUNK = 3 * targets.PIECE_SIZE + 77
+LARGE_CHUNK = 3 * chunks.PIECE_SIZE + 77
 LARGE = os.urandom(3 * LARGE_CHUNK + 1234)
 (LARGE_ENTRY,) = make_content("step_1/file", LARGE, 1, chunk=LARGE_CHUNK).files
 
@@ -223,13 +222,13 @@ def from_memory(data, wanted):
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.flush()
-        for index, parts in targets.by_chunk(LARGE_ENTRY, wanted).items():
-            targets.read_chunk(LARGE_ENTRY, index, file.fileno(), parts, where="here")
+        for index, parts in chunks.by_chunk(LARGE_ENTRY, wanted).items():
+            chunks.read_chunk(LARGE_ENTRY, index, file.fileno(), parts, where="here")
 
 
 def from_store(data, wanted):
-    for index, parts in targets.by_chunk(LARGE_ENTRY, wanted).items():
-        targets.fetch_targets(OneObject(data), LARGE_ENTRY, index, parts)
+    for index, parts in chunks.by_chunk(LARGE_ENTRY, wanted).items():
+        chunks.fetch_targets(OneObject(data), LARGE_ENTRY, index, parts)
 
 
 @st.composite
@@ -278,4 +277,4 @@ def test_a_node_reads_each_byte_once_and_a_lone_rank_keeps_no_copy(folder, alone
 
 def test_a_target_beyond_the_file_is_damage():
     with pytest.raises(CorruptCheckpointError, match="names bytes up to"):
-        targets.by_chunk(LARGE_ENTRY, [(len(LARGE) - 3, memoryview(bytearray(4)))])
+        chunks.by_chunk(LARGE_ENTRY, [(len(LARGE) - 3, memoryview(bytearray(4)))])

@@ -24,8 +24,8 @@ from tiered_checkpoint_io.engine.chunks import drop_temporary, temporary_file
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.ranks.coordination import Group
-from tiered_checkpoint_io.engine.restore.aside import SLOTS, aside_root
 from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.restore.shared_reads import SLOTS, aside_root
 from tiered_checkpoint_io.errors import (
     RestoreError,
     StoreError,

@@ -14,7 +14,7 @@ from support.story import op_id
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import discover
 from tiered_checkpoint_io.engine.restore.choice import Selector
-from tiered_checkpoint_io.engine.restore.shard_reading import open_shards
+from tiered_checkpoint_io.engine.restore.shards import open_shards
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA

@@ -36,7 +36,7 @@ from tiered_checkpoint_io.engine.ranks.run import current_run
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore_local
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
-from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
+from tiered_checkpoint_io.engine.restore.shards import OpenShards
 from tiered_checkpoint_io.engine.save.facts import ShardRole, check_attempt, warn_at_first_save
 from tiered_checkpoint_io.engine.save.saver import LocalSaver
 from tiered_checkpoint_io.engine.trust import Trust

@@ -23,15 +23,13 @@ from tiered_checkpoint_io.adapters import pinned_reads
 from tiered_checkpoint_io.adapters.calls import dcp_arguments
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, close_shared, settings_of, shared_of
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.chunks import Span, merged
+from tiered_checkpoint_io.engine.chunks import Span, Target, merged
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, tiers_of
 from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Selector, Tier
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
-from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
-from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, open_shards, share_reads
-from tiered_checkpoint_io.engine.restore.targets import Target
+from tiered_checkpoint_io.engine.restore.shards import OpenShards, ShardFiles, open_shards, share_reads
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
@@ -358,7 +356,7 @@ class _Direct:
         self.tensor = tensor
         self._head = memoryview(bytearray(len(layout.skeleton.head)))
         into = tensor.reshape(-1).view(torch.uint8)
-        #: See :mod:`targets`.
+        #: See :mod:`chunks`.
         self.targets: list[Target] = [(info.offset, self._head)]
         self.on_device: list[pinned_reads.OnDevice] = []
         if pinned_reads.is_on_device(tensor):

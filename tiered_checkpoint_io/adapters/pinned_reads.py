@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
-from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk
+from tiered_checkpoint_io.engine.chunks import Target, by_chunk
+from tiered_checkpoint_io.engine.restore.shards import ShardFiles
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model.manifest import FileEntry
 

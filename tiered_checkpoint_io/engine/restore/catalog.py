@@ -16,7 +16,6 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.files import is_gone
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
 from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Held, Selector
-from tiered_checkpoint_io.engine.restore.elsewhere import committed_elsewhere, other_names
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
@@ -34,7 +33,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import AtPlace, Place, Server
-from tiered_checkpoint_io.model.manifest import METADATA, Content, Kind, Manifest, Part
+from tiered_checkpoint_io.model.manifest import METADATA, Content, Kind, Manifest, Part, reservation_in
 from tiered_checkpoint_io.stores import place_of
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 from tiered_checkpoint_io.stores.peer import Endpoint
@@ -45,6 +44,8 @@ _BATCH = 32
 _BY_STEP = 8
 #: Number of checkpoints that have changed while they were read, after which others are taken.
 _MOST_CHANGES = 8
+#: Number of folders above a file that are asked for its manifest.
+_MOST_FOLDERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,3 +387,51 @@ def _may_belong(folder: Path, place: Place) -> bool:
         return Part.from_json(path.read_bytes(), where=str(path)).place == place
     except (OSError, CorruptCheckpointError):
         return True
+
+
+# ------------------------------------------------------------------------------------ other places
+# The run at any folder above a file may have saved it, and only that run's manifest can verify it. If neither the tier
+# nor memory knows the name at one dirpath, and a run at another one has saved the file, all ranks search there.
+
+
+class Elsewhere(Exception):  # noqa: N818 - no failure: names the dirpath to use
+    """Signal that the wanted checkpoint belongs to another dirpath; raised on rank 0, for all."""
+
+    def __init__(self, split: ids.Split) -> None:
+        super().__init__(split)
+        self.split = split
+
+
+def other_names(place: Place, name: str) -> Mapping[tuple[Place, str], ids.Split]:
+    """Returns the other places at which a run may have saved the file of a checkpoint, the nearest to it first."""
+    splits = ids.splits(ids.join_url(place.dirpath, name))
+    return {(Place(each.dirpath, place.server), each.name): each for each in splits if each.dirpath != place.dirpath}
+
+
+def committed_elsewhere(store_at: Callable[[str], Store], others: Iterable[ids.Split]) -> ids.Split | None:
+    """Returns the nearest of some places that has a manifest.
+
+    Raises:
+        StoreError: The durable tier could not be read.
+    """
+    places = list(others)[:_MOST_FOLDERS]
+    if not places:
+        return None
+    # One store asks for all places, so that one connection does.
+    outermost = places[-1]
+
+    def is_there(split: ids.Split) -> bool:
+        above = outermost.name.removesuffix(split.name)
+        try:
+            return not reservation_in(store.get(above + ids.manifest_key(split.name)))
+        except TieredCheckpointError as error:
+            # Rights often end at a folder: if its manifests can't be read, its checkpoints can't be verified.
+            if error.retryable:
+                raise
+            return False
+
+    try:
+        store = store_at(outermost.dirpath)
+    except TieredCheckpointError:
+        return None
+    return next((each for each, there in zip(places, in_parallel(is_there, places), strict=True) if there), None)

@@ -190,6 +190,43 @@ class Candidate:
         return tuple(tier for tier, has in (*tiers, ("durable", self.durable is not None)) if has)
 
 
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """A checkpoint that all ranks have agreed on.
+
+    Attributes:
+        name: Its name.
+        dirpath: The durable tier that it belongs to.
+        content: The facts of the save; None if others wrote it, so that nothing verified it.
+        rejected: Copies that were tried before it, and why they were not taken.
+        newest_save_id: The newest save that was seen in any tier; later runs count on from there.
+    """
+
+    name: str
+    dirpath: str
+    content: Content | None
+    rejected: list[str] = field(default_factory=list)
+    newest_save_id: str | None = None
+
+    @property
+    def url(self) -> str:
+        """URL of the checkpoint on the durable tier, which may still have to get it."""
+        return ids.join_url(self.dirpath, self.name)
+
+    @property
+    def save_id(self) -> str:
+        """Id of the save; empty for a checkpoint of another tool."""
+        return self.content.save_id if self.content is not None else ""
+
+    @property
+    def step(self) -> int:
+        """The training step; -1 if the checkpoint has none."""
+        if self.content is not None:
+            return self.content.step
+        step = ids.step_in_name(self.name)
+        return -1 if step is None else step
+
+
 def choose(
     catalog: Catalog,
     selector: Selector,

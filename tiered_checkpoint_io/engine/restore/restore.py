@@ -21,12 +21,11 @@ from tiered_checkpoint_io.engine.chunks import SlotDestination
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
-from tiered_checkpoint_io.engine.restore.aside import SLOTS, aside_root
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
-from tiered_checkpoint_io.engine.restore.choice import Candidate, Tier
-from tiered_checkpoint_io.engine.restore.ending import Found
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Found, Tier
 from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.engine.restore.search import Attempt, Ready, Search
+from tiered_checkpoint_io.engine.restore.shared_reads import SLOTS, aside_root
 from tiered_checkpoint_io.engine.retention import Rules, acquire, retain
 from tiered_checkpoint_io.engine.save.facts import ShardRole
 from tiered_checkpoint_io.engine.session import Session

@@ -20,6 +20,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import Group, node_of, raise
 from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import (
     DurableCatalog,
+    Elsewhere,
     NodeCatalog,
     Tiers,
     Versions,
@@ -34,8 +35,6 @@ from tiered_checkpoint_io.engine.restore.choice import (
     choose,
     refuse_other_kind,
 )
-from tiered_checkpoint_io.engine.restore.elsewhere import Elsewhere
-from tiered_checkpoint_io.engine.restore.ending import why_nothing
 from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -404,9 +403,24 @@ class Search:
 
     def _nothing(self) -> RestoreError | CheckpointNotFoundError:
         """Returns the error of a search without a result: there is no checkpoint, or none is intact."""
+        tiers, selector = self.tiers, self.selector
+        what = "checkpoint" if self._accepts == "full" else f"{self._accepts} checkpoint"
+        key, by_name = tiers.dirpath, selector.kind == "name"
+        if by_name:
+            what, key = f"{what} {selector.name!r}", ids.join_url(key, selector.name)
+        what += selector.terms
+        where: dict[str, Any] = {"operation": "restore", "key": key, "rank": self._rank, "step": selector.step}
         # Damage that an earlier start found must not become a start from scratch on the next one.
         suspects = [note for each in self._memory.values() for note in (*each.damaged, *each.quarantined)]
-        error = why_nothing(self.tiers, self.selector, self._accepts, self.rejected, suspects, self._rank)
-        if isinstance(error, CheckpointNotFoundError):
-            self._versions.say_weights(self.tiers, self.selector, self._memory.values())
-        return error
+        damage = list(dict.fromkeys([*self.rejected, *suspects]))
+        if self.rejected or (damage and not by_name):
+            again = f"a node that has it in memory uploads it again by `tiered-ckpt flush {selector.name}`; "
+            hint = f"corrupt parts of memory lie in {tiers.memory.root}/quarantine; to start from scratch, remove what"
+            hint = f"{again if by_name else ''}{hint} is damaged"
+            return RestoreError(f"no {what} is intact: " + "; ".join(damage), hint=hint, **where)
+        self._versions.say_weights(tiers, selector, self._memory.values())
+        hint = "see `tiered-ckpt ls` for those that exist"
+        if by_name and (selector.name in ("latest", "last") or selector.name.startswith(f"{ids.SENTINELS}:")):
+            hint = f"allowed: {ids.LOADABLE}"
+        maybe = f" (it may have been: {'; '.join(damage)})" if damage else ""
+        return CheckpointNotFoundError(f"no {what} in memory or at {tiers.dirpath}{maybe}", hint=hint, **where)

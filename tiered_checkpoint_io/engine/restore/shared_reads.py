@@ -8,24 +8,39 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import math
 import mmap
 import os
 import secrets
 import shutil
+import socket
 import struct
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.chunks import Copies, Span, chunks_of, fetch_chunk, writer_to
-from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, fetch_targets, read_chunk
-from tiered_checkpoint_io.errors import RestoreError
+from tiered_checkpoint_io.engine.chunks import (
+    Copies,
+    Span,
+    Target,
+    by_chunk,
+    chunks_of,
+    fetch_chunk,
+    fetch_targets,
+    read_chunk,
+    writer_to,
+)
+from tiered_checkpoint_io.errors import MemoryTierError, RestoreError
 from tiered_checkpoint_io.formats.parallel import in_parallel_as_needed
-from tiered_checkpoint_io.memory.node import needs_space
+from tiered_checkpoint_io.memory.node import needs_space, private_folder
+from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: Below the memory tier's root: chunks that this node has fetched, a folder a save.
 READS = "reads"
+#: Folder of slots, as in a memory tier: files that a living process has locked.
+SLOTS = "slots"
 _PAGE = mmap.PAGESIZE
 _VERIFIED = 1
 _FULL_HINT = (
@@ -104,6 +119,34 @@ def _hold(folder: Path, kind: int) -> int | None:
     return None
 
 
+def aside_root(memory: MemoryTier, size: int = 0) -> Path:
+    """Returns the root of room for a load, with a folder of slots in it.
+
+    Args:
+        memory: The node's memory.
+        size: Bytes for which the spill must have room, if known; without it, all ranks of a node get the same place.
+
+    Raises:
+        RestoreError: The root is not safe to use.
+    """
+    spill = memory.open_spill()
+    if spill is not None and (not size or spill.room() >= size):
+        return spill.root
+    # The folder may be a file server's: other nodes see neither our locks nor, at once, our writes to a mapping.
+    node = hashlib.sha256(f"{socket.gethostname()}\0{memory.root}".encode()).hexdigest()[:16]
+    root = Path(tempfile.gettempdir(), f"tiered-reads-{os.getuid()}-{node}")
+    try:
+        private_folder(root)
+        private_folder(root / SLOTS)
+    except MemoryTierError as error:
+        if error.reason != "unsafe":
+            raise
+        hint = "remove it, or set TMPDIR to another folder"
+        text = error.message.replace("the memory tier's folder", "the folder for what is read")
+        raise RestoreError(text, operation="restore", key=str(error.key), hint=hint) from error
+    return root
+
+
 class FetchedFile:
     """A file of another tier, of which this node holds the chunks that some rank has needed."""
 
@@ -178,7 +221,7 @@ class FetchedFile:
                 self._clock.sleep(self._clock.timing.chunk_poll_s)
 
     def fill(self, targets: Sequence[Target], *, alone: Callable[[int], bool]) -> None:
-        """Fills targets, see :mod:`targets`; chunks that only this rank reads are named by ``alone``, and not kept.
+        """Fills targets, see :mod:`chunks`; chunks that only this rank reads are named by ``alone``, and not kept.
 
         Raises errors of :meth:`ensure`; the targets then have undefined content.
         """

@@ -10,7 +10,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA
 
 if TYPE_CHECKING:
-    from tiered_checkpoint_io.engine.restore.ending import Found
+    from tiered_checkpoint_io.engine.restore.choice import Found
 
 #: End of the names of Lightning's checkpoints.
 _ENDING = ".ckpt"
