@@ -38,38 +38,6 @@ from tiered_checkpoint_io.engine.staging import beside_graphs
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.image import Image, StorageRegions
 
-
-class Latch:
-    """An event that is set once, by any thread; any number of threads wait for it."""
-
-    __slots__ = ("_is_set", "_lock")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def is_set(self) -> bool:
-        """Returns True if the latch is set."""
-        return self._is_set
-
-    def set(self) -> None:
-        """Ends all waits, also later ones."""
-        self._is_set = True
-        self._pass_on()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Waits until the latch is set; returns whether it is set by then."""
-        if not self._is_set and self._lock.acquire(timeout=timeout_s):
-            self._pass_on()
-        return self._is_set
-
-    def _pass_on(self) -> None:
-        # The lock is free already: a waiting thread has had it meanwhile.
-        with contextlib.suppress(RuntimeError):
-            self._lock.release()
-
-
 #: Integers, one for each span.
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -312,8 +280,8 @@ class Overlapped:
     addresses: Sequence[int]
     sharded: Sequence[torch.Tensor] = ()
     copies: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
-    copied: Latch = field(default_factory=Latch)
-    wanted: Latch = field(default_factory=Latch)
+    copied: threading.Event = field(default_factory=threading.Event)
+    wanted: threading.Event = field(default_factory=threading.Event)
     size: int = 0
     stall_s: float = 0.0
     made: SaveReport | None = None
