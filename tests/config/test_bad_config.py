@@ -18,8 +18,7 @@ from support.training import Model, Runs
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, from_config
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError, SaveError
-from tiered_checkpoint_io.model.config import NOT_OF_IO, keys
-from tiered_checkpoint_io.model.s3_options import S3Options
+from tiered_checkpoint_io.model.config import NOT_OF_IO, S3Options, keys
 
 S3, PLAIN = {"dirpath": "s3://bucket/run"}, {"dirpath": "/a/folder", "memory_dir": "/dev/shm"}
 #: A key, what the error says is allowed, what else is configured, and values that it must not have.
@@ -29,7 +28,6 @@ BAD = [
     ("dirpath", "s3://bucket/prefix", {}, ["s3://"]),
     ("dirpath", "letters, digits", {}, ["s3://a*b/run"]),
     ("dirpath", "write s3://bucket/run", {}, [" s3://bucket/run", "s3//bucket/run", "s3a://bucket/run"]),
-    ("dirpath", "write s3://bucket/run", {}, ["https://bucket.s3.amazonaws.com/run"]),
     ("dirpath", "without quotes", {}, ['"s3://bucket/run"']),
     ("dirpath", "write it as s3://bucket/prefix", {}, ["None"]),
     ("dirpath", "write its value", {}, ["${BUCKET}/run"]),
@@ -37,11 +35,7 @@ BAD = [
     ("dirpath", "write gs://bucket/run, as text: a Path loses a slash", {}, ["gs:/bucket/run"]),
     ("dirpath", "write three slashes, as in file:///data/run", {}, ["file://data/run"]),
     ("dirpath", "write file:///data/run", {}, ["file:/data/run"]),
-    ("dirpath", "write s3://b.c/run, with region: eu-west-1", {}, ["https://b.c.s3.eu-west-1.amazonaws.com/run"]),
-    ("dirpath", "s3://bucket/run, with region: eu-west-1", {}, ["https://s3.eu-west-1.amazonaws.com/bucket/run/"]),
-    ("dirpath", "write s3://bucket, with region: eu-west-1", {}, ["https://s3-eu-west-1.amazonaws.com/bucket"]),
-    ("dirpath", "s3://bucket/run, with endpoint_url: http://host:9000", {}, ["http://host:9000/bucket/run"]),
-    ("dirpath", "write s3://bucket/prefix", {}, ["https://host"]),
+    ("dirpath", "write s3://bucket/prefix", {}, ["https://bucket.s3.amazonaws.com/run", "http://host:9000/bucket/run"]),
     ("namespace", "letters, digits, '_' and '-'", {}, ["", "a/b", "a\n", "ü", 7]),
     ("namespace", "1 to 128 letters", {}, ["x" * 129]),
     ("memory_dir", "an absolute path", {}, ["shm", ""]),

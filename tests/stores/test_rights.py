@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import TieredCheckpointError
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.s3_options import S3Options
+from tiered_checkpoint_io.model.config import S3Options, TieredCheckpointConfig
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.stores.s3_errors import NEEDS
 

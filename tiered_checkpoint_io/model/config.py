@@ -8,14 +8,13 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypedDict, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from tiered_checkpoint_io.clock import DURABLE_TIMEOUT_S, PENDING_TIMEOUT_S, SWEEP_AGE_S, WAIT_TIMEOUT_S
 from tiered_checkpoint_io.errors import ConfigError, did_you_mean, shown, without_secrets
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Policies, policies_from
-from tiered_checkpoint_io.model.s3_options import S3Options
 
 #: Holds settings such as ``wait_timeout_s=60,drain=thread``.
 VARIABLE = "TIERED_CHECKPOINT_SUPPORT"
@@ -80,6 +79,94 @@ class Support:
 
 def _refuse_support(what: str, hint: str) -> None:
     raise ConfigError(f"{VARIABLE}: {what}", hint=hint)
+
+
+#: Objects of these classes have to be restored before they can be read, which takes hours.
+_ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
+#: Every request takes these; the others go out with each request that makes an object.
+_OF_ALL_REQUESTS = ("ExpectedBucketOwner", "RequestPayer")
+_S3_EXAMPLE = "a mapping of boto3's names, such as {ServerSideEncryption: AES256}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class S3Options:
+    """Options that S3 gets with requests, as boto3 takes them; an option of None is not sent.
+
+    Attributes:
+        ServerSideEncryption: Server-side encryption of written objects.
+        SSEKMSKeyId: The KMS key for it.
+        ExpectedBucketOwner: AWS account that must own the bucket.
+        RequestPayer: For a bucket whose requester pays; these requests are then on your account.
+        ACL: Canned ACL of written objects.
+        StorageClass: Storage class of written objects.
+        ChecksumAlgorithm: Additional checksum that S3 keeps for written objects.
+
+    Raises:
+        ConfigError: A value is not allowed; says the name, the value and what is allowed.
+    """
+
+    ServerSideEncryption: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
+    SSEKMSKeyId: str | None = None
+    ExpectedBucketOwner: str | None = None
+    RequestPayer: Literal["requester"] | None = None
+    ACL: (
+        Literal[
+            "private",
+            "public-read",
+            "public-read-write",
+            "authenticated-read",
+            "aws-exec-read",
+            "bucket-owner-read",
+            "bucket-owner-full-control",
+        ]
+        | None
+    ) = None
+    StorageClass: str | None = None
+    ChecksumAlgorithm: Literal["CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"] | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self._given().items():
+            allowed = _choices(S3Options).get(name, ())
+            if allowed and value not in allowed:
+                _refuse(f"s3_options.{name}", value, "one of " + ", ".join(allowed))
+            if not isinstance(value, str) or not value:
+                _refuse(f"s3_options.{name}", value, "text, in quotes if it is a number")
+        if self.StorageClass in _ARCHIVES:
+            _refuse("s3_options.StorageClass", self.StorageClass, "a class whose objects can be read at once")
+        if self.SSEKMSKeyId is not None and not (self.ServerSideEncryption or "").startswith("aws:kms"):
+            _refuse(
+                "s3_options.SSEKMSKeyId", self.SSEKMSKeyId, "only with ServerSideEncryption aws:kms or aws:kms:dsse"
+            )
+
+    @classmethod
+    def of(cls, value: object) -> S3Options:
+        """Returns the options that a mapping names; None names none.
+
+        Raises:
+            ConfigError: No mapping, or a name (with the nearest known one) or value is not allowed.
+        """
+        if isinstance(value, S3Options):
+            return value
+        if value is None:
+            return cls()
+        if not isinstance(value, Mapping):
+            _refuse("s3_options", value, _S3_EXAMPLE)
+        known = [each.name for each in fields(cls)]
+        for name in value:
+            if name not in known:
+                raise ConfigError(f"unknown name {name!r} in s3_options", hint=did_you_mean(name, known))
+        return cls(**value)
+
+    def of_all_requests(self) -> dict[str, str]:
+        """Returns the options that every request gets."""
+        return {name: value for name, value in self._given().items() if name in _OF_ALL_REQUESTS}
+
+    def of_writes(self) -> dict[str, str]:
+        """Returns the options that each request gets that makes an object."""
+        return {name: value for name, value in self._given().items() if name not in _OF_ALL_REQUESTS}
+
+    def _given(self) -> dict[str, str]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 #: Requests in flight with ``auto``: more connections only cost memory on the node.
@@ -214,7 +301,7 @@ class TieredCheckpointConfig:
                 _check_int(key, getattr(self, key), 1, 256, extra="'auto' or ")
         if self.preflight is False:
             object.__setattr__(self, "preflight", "off")
-        for key, allowed in _choices().items():
+        for key, allowed in _choices(TieredCheckpointConfig).items():
             value = getattr(self, key)
             if value not in allowed:
                 _refuse(key, value, "one of " + ", ".join(allowed))
@@ -373,9 +460,9 @@ def refuse_keys_of_others(
 
 
 @functools.cache
-def _choices() -> dict[str, tuple[str, ...]]:
-    """Returns the texts that a key may be, of all that are declared as Literal."""
-    hints = {key: hint for key, hint in get_type_hints(TieredCheckpointConfig).items() if hint != Concurrency}
+def _choices(cls: type) -> dict[str, tuple[str, ...]]:
+    """Returns the texts that a field of a class may be, for each that is declared as Literal."""
+    hints = {key: hint for key, hint in get_type_hints(cls).items() if hint != Concurrency}
     literals = {
         key: [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal] for key, hint in hints.items()
     }
@@ -424,5 +511,5 @@ def _check_int(key: str, value: object, low: int, high: int, *, optional: bool =
         _refuse(key, value, f"{extra}a whole number from {low} to {high}" + (", or null" if optional else ""))
 
 
-def _refuse(key: str, value: object, allowed: str) -> None:
+def _refuse(key: str, value: object, allowed: str) -> NoReturn:
     raise ConfigError(f"{key} is {without_secrets(repr(value))}", hint=f"allowed: {allowed}")

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 from typing import Literal, NamedTuple
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlencode
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import ConfigError, holds_secrets
@@ -141,10 +141,6 @@ _MISSPELT = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<rest>[^/].*)\Z
 _LOCAL = ("file", "local")
 #: Variables that OmegaConf or a shell would have replaced.
 _VARIABLE = re.compile(r"\$(?:\{|[A-Z_][A-Z0-9_]+)")
-#: The hosts at which AWS serves buckets; the bucket is in the host or begins the path.
-_AWS_HOST = re.compile(
-    r"(?:(?P<bucket>.+)\.)?s3[.-](?:dualstack\.)?(?:(?P<region>[a-z0-9-]+)\.)?amazonaws\.com(?:\.cn)?\Z"
-)
 #: Characters that Python makes of bytes not valid in the locale's encoding; only folders may have such names.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -277,21 +273,8 @@ def refuse_misspelt(dirpath: str) -> None:
         hint = f"write three slashes, as in {scheme}:///{path or 'folder'}"
         raise ConfigError(f"{scheme}:// without an absolute path", hint=hint)
     if url_scheme(dirpath) in ("http", "https"):
-        raise ConfigError("no checkpoint can be written to a web address", hint=_as_s3(dirpath))
-
-
-def _as_s3(address: str) -> str:
-    """Returns a hint on how to write the web address of a bucket."""
-    parts = urlsplit(address)
-    aws = _AWS_HOST.match(parts.hostname or "")
-    path = parts.path.strip("/")
-    if aws and aws["bucket"]:
-        path = f"{aws['bucket']}/{path}".strip("/")
-    if not path:
-        return "for a bucket, write s3://bucket/prefix"
-    if aws:
-        return f"write s3://{path}" + (f", with region: {aws['region']}" if aws["region"] else "")
-    return f"if it is a bucket, write s3://{path}, with endpoint_url: {parts.scheme}://{parts.netloc}"
+        hint = "for a bucket, write s3://bucket/prefix; the address of a server other than AWS is its endpoint_url"
+        raise ConfigError("no checkpoint can be written to a web address", hint=hint)
 
 
 def at_home(path: str) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.s3_options import S3Options
+from tiered_checkpoint_io.model.config import S3Options, TieredCheckpointConfig
 from tiered_checkpoint_io.stores.base import ObjectInfo, UploadContent, UploadJournal, delete_each
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_client import S3Client, content_of, fill, size_of
