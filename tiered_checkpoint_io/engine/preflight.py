@@ -25,6 +25,7 @@ from tiered_checkpoint_io.memory.tier import AUTO, spill_dir_of
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
+from tiered_checkpoint_io.stores.retry import answer_within
 
 _T = TypeVar("_T")
 
@@ -239,34 +240,19 @@ def _asked(config: TieredCheckpointConfig, clock: Clock, ask: Callable[[Store], 
         # The deadline is over before the first attempt is.
         retry_deadline_s=-1.0,
     )
-    ended: list[tuple[_T | None, Exception | None]] = []
 
-    def run() -> None:
-        try:
-            # A program that gives credentials may be as silent as a server.
-            store = open_store(config, clock=Clock(bounds, clock.rng))
-            with contextlib.closing(store):
-                ended.append((ask(store), None))
-        except Exception as error:
-            ended.append((None, error))
+    def run() -> _T:
+        # A program that gives credentials may be as silent as a server.
+        with contextlib.closing(open_store(config, clock=Clock(bounds, clock.rng))) as store:
+            return ask(store)
 
-    thread = clock.start(run, "tiered-preflight")
-    clock.join(thread, seconds)
-    if not ended:
-        raise StoreError(
-            f"no answer within {seconds:.0f} s",
-            operation="preflight",
-            key=config.dirpath,
-            hint="check the network",
-            reason="unavailable",
-        )
-    answer, failed = ended[0]
-    if isinstance(failed, TieredCheckpointError):
-        raise failed
-    if failed is not None:
-        text = f"{type(failed).__name__}: {failed}"
-        raise StoreError(text, operation="preflight", key=config.dirpath, reason="unavailable") from failed
-    return answer  # type: ignore[return-value]
+    try:
+        return answer_within(seconds, run, clock=clock)
+    except TieredCheckpointError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise StoreError(text, operation="preflight", key=config.dirpath, reason="unavailable") from error
 
 
 def room_of(config: TieredCheckpointConfig) -> Room:
