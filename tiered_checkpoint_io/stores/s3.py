@@ -302,7 +302,6 @@ class S3Store:
         return self._uploads.abort_stale(age) if self._client.prefix else 0
 
     def close(self) -> None:
-        self._uploads.close()
         self._client.close()
 
     def _put(self, key: str, data: memoryview) -> None:

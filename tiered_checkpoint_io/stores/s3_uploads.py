@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -14,6 +13,7 @@ from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import ConfigError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model.documents import MAX_OBJECT, MAX_PART, MAX_PARTS
 from tiered_checkpoint_io.stores.base import UploadContent, UploadJournal, changed
 from tiered_checkpoint_io.stores.retry import Progress
@@ -132,36 +132,15 @@ COPY_PART = 256 << 20
 _log = logging.getLogger("tiered_checkpoint_io.s3")
 
 
-class _Senders(ThreadPoolExecutor):
-    """Threads of which the system may allow fewer than were asked for: those that there are do it all."""
-
-    def _adjust_thread_count(self) -> None:
-        try:
-            super()._adjust_thread_count()
-        except RuntimeError as error:
-            if not self._threads:
-                # The work is queued by now, and would stay there with all that it refers to.
-                self._work_queue.get_nowait()
-                raise StoreError(
-                    "no thread can be started to send parts",
-                    operation="upload",
-                    hint="the user, or the container, has as many as it may: raise ulimit -u, or the limit of pids",
-                    reason="unavailable",
-                ) from error
-
-
 class MultipartUploads:
-    """The multipart uploads of one store, with the threads that send parts: one bounded set for all uploads."""
+    """The multipart uploads of one store, with one bound of the parts in flight for all of them."""
 
     def __init__(self, client: S3Client, write_options: Mapping[str, str], *, workers: int, clock: Clock) -> None:
         self._client = client
         self._clock = clock
         self._write_options = write_options
         self._checksum = write_options.get("ChecksumAlgorithm")
-        self._pool = _Senders(workers, thread_name_prefix="tiered-s3")
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._workers, self._turns = workers, threading.BoundedSemaphore(workers)
 
     def send(
         self,
@@ -353,33 +332,18 @@ class MultipartUploads:
 
     def _run(self, numbers: Iterable[int], send: Callable[[int, threading.Event], None]) -> None:
         """Runs ``send`` for each number of a part, a bounded few at once; the first error cancels the others."""
-        begun, cancelled = threading.Event(), threading.Event()
-        failures: list[BaseException] = []
-        jobs: list[Future[None]] = []
+        cancelled = threading.Event()
 
         def job(number: int) -> None:
-            # Until all are in the list: on an interrupt, one that is not would not be waited for.
-            begun.wait()
             try:
-                if not cancelled.is_set():
-                    send(number, cancelled)
-            except BaseException as error:
-                failures.append(error)
+                with self._turns:
+                    if not cancelled.is_set():
+                        send(number, cancelled)
+            except BaseException:
                 cancelled.set()
+                raise
 
-        try:
-            jobs = [self._pool.submit(job, number) for number in numbers]
-            begun.set()
-            wait(jobs)
-            if failures:
-                raise failures[0]
-        finally:
-            cancelled.set()
-            begun.set()
-            # Parts that are on their way read the caller's content: they end before we return.
-            wait(jobs)
-            # An error holds the frames that hold this list.
-            failures.clear()
+        in_parallel(job, numbers, self._workers)
 
     def _part(self, number: int, answer: Mapping[str, Any]) -> dict[str, Any]:
         part = {"PartNumber": number, "ETag": answer["ETag"]}
