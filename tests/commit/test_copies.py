@@ -9,8 +9,7 @@ from support.fault_proxy import FaultProxy, lose_answer
 from support.store_contract import MemoryJournal, StopHere, stop_here
 
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy
-from tiered_checkpoint_io.stores.fallbacks import copy_to
+from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy, copy_to
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.stores.s3_uploads import MARK
 

@@ -20,7 +20,7 @@ from support.store_contract import MemoryJournal
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.stores import s3_client
-from tiered_checkpoint_io.stores.fallbacks import folders_of
+from tiered_checkpoint_io.stores.base import folders_of
 from tiered_checkpoint_io.stores.s3 import MIB
 from tiered_checkpoint_io.stores.s3_errors import refusal
 

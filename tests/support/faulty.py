@@ -3,8 +3,7 @@
 import threading
 
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.stores.base import ServerCopy
-from tiered_checkpoint_io.stores.fallbacks import conditional, copy_to
+from tiered_checkpoint_io.stores.base import ServerCopy, conditional, copy_to
 
 
 class Injected(StoreError):

@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError, StoreNotFoundError
-from tiered_checkpoint_io.stores.base import ConditionalStore, CopyRefusedError, ServerCopy, Store
-from tiered_checkpoint_io.stores.fallbacks import children_of, copy_to, folders_of, read_pieces
+from tiered_checkpoint_io.stores.base import (
+    ConditionalStore,
+    CopyRefusedError,
+    ServerCopy,
+    Store,
+    children_of,
+    copy_to,
+    folders_of,
+    read_pieces,
+)
 
 ODD_KEYS = [
     "a",

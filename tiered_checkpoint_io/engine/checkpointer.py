@@ -25,7 +25,7 @@ from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Metric
-from tiered_checkpoint_io.stores.fallbacks import children_of
+from tiered_checkpoint_io.stores.base import children_of
 from tiered_checkpoint_io.stores.retry import answer_within
 
 TIERS = frozenset({"memory", "durable"})

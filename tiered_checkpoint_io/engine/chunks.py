@@ -33,8 +33,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import documents
 from tiered_checkpoint_io.model.documents import chunk_size_for, new_hash
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
-from tiered_checkpoint_io.stores.base import Readable
-from tiered_checkpoint_io.stores.fallbacks import read_pieces
+from tiered_checkpoint_io.stores.base import Readable, read_pieces
 from tiered_checkpoint_io.stores.peer import PeerStore
 
 #: Threads that hash: xxh3 at full speed saturates memory with few.

@@ -54,8 +54,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.stores import Store
-from tiered_checkpoint_io.stores.base import ConditionalStore
-from tiered_checkpoint_io.stores.fallbacks import conditional
+from tiered_checkpoint_io.stores.base import ConditionalStore, conditional
 
 
 class LeaseKeeper:

@@ -135,7 +135,7 @@ class DirectoryStore(FileStore):
                             yield f"{folder}{base[1:]}/{name}", facts.st_size, facts.st_mtime
 
     def children(self, prefix: str) -> list[str]:
-        """Returns the names right below ``prefix``; see :func:`fallbacks.children_of`."""
+        """Returns the names right below ``prefix``; see :func:`children_of`."""
 
         def names() -> list[str]:
             try:

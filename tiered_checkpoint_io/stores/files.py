@@ -167,7 +167,7 @@ class FileStore(ABC):
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Copies an object without reading it here, if the file system can; see :func:`fallbacks.copy_to`."""
+        """Copies an object without reading it here, if the file system can; see :func:`copy_to`."""
         origin, path, cancelled = self._path(source), self._path(target), threading.Event()
 
         def once() -> None:

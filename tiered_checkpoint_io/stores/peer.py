@@ -113,7 +113,7 @@ class PeerStore:
         self.read_pieces(key, offset, [buffer], lambda _: None)
 
     def read_pieces(self, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]) -> None:
-        """Fills several buffers: see :func:`stores.fallbacks.read_pieces`.
+        """Fills several buffers: see :func:`stores.base.read_pieces`.
 
         Raises:
             StoreNotFoundError: The peer has no such file, or no longer.

@@ -101,14 +101,14 @@ class S3Store:
                     yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Yields the names of the folders right below ``prefix``, which ends with a slash: see `fallbacks`."""
+        """Yields the names of the folders right below ``prefix``, which ends with a slash: see :mod:`base`."""
         start = self._client.prefix + prefix
         for page in self._client.pages("list_objects_v2", None, {"Prefix": start, "Delimiter": "/"}):
             for entry in page.get("CommonPrefixes", ()):
                 yield entry["Prefix"][len(start) : -1]
 
     def children(self, prefix: str) -> Iterator[str]:
-        """Yields :meth:`folders`, each with a slash, and the names of the objects there; see :mod:`fallbacks`."""
+        """Yields :meth:`folders`, each with a slash, and the names of the objects there; see :mod:`base`."""
         start = self._client.prefix + prefix
         for page in self._client.pages("list_objects_v2", None, {"Prefix": start, "Delimiter": "/"}):
             found = [each["Prefix"] for each in page.get("CommonPrefixes", ())]
@@ -149,7 +149,7 @@ class S3Store:
         self.read_pieces(key, offset, [buffer], lambda _: None)
 
     def read_pieces(self, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]) -> None:
-        """Fills several buffers by one request; see :func:`fallbacks.read_pieces`."""
+        """Fills several buffers by one request; see :func:`read_pieces`."""
         length = sum(len(piece) for piece in pieces)
         wanted = {"Range": f"bytes={offset}-{offset + length - 1}"}
         self._client.ask("get_object", key, wanted, receive=lambda answer: fill(pieces, filled, answer, key, offset))
@@ -246,7 +246,7 @@ class S3Store:
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Has the server copy an object of ``size`` bytes; see :func:`fallbacks.copy_to`.
+        """Has the server copy an object of ``size`` bytes; see :func:`copy_to`.
 
         A server answers once it has copied, so that large objects are copied in parts: in parallel, and with no answer
         that takes longer than a request may.

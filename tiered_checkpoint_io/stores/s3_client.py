@@ -579,7 +579,7 @@ def size_of(found: Mapping[str, Any], key: str) -> int:
 def fill(
     pieces: Sequence[memoryview], filled: Callable[[int], None], answer: Mapping[str, Any], key: str, offset: int
 ) -> None:
-    """Fills buffers from an answer that should hold the object's bytes from ``offset`` on; see `fallbacks.read_pieces`.
+    """Fills buffers from an answer that should hold the object's bytes from ``offset`` on; see `read_pieces`.
 
     Raises:
         CorruptCheckpointError: The object is too short.

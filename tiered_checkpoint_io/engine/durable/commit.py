@@ -43,8 +43,7 @@ from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, Sto
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Index, IndexRow, Manifest, Part
-from tiered_checkpoint_io.stores.base import ServerCopy, Store, UploadContent, UploadJournal, changed
-from tiered_checkpoint_io.stores.fallbacks import copy_to
+from tiered_checkpoint_io.stores.base import ServerCopy, Store, UploadContent, UploadJournal, changed, copy_to
 
 #: ``sent``: the part is there; ``committed``: its save is; ``replaced``: a later save has taken its name.
 Fate = Literal["sent", "committed", "replaced"]

@@ -23,8 +23,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Index, IndexRow, Manifest, Part, check_digest
-from tiered_checkpoint_io.stores.base import ObjectInfo, Store
-from tiered_checkpoint_io.stores.fallbacks import children_of
+from tiered_checkpoint_io.stores.base import ObjectInfo, Store, children_of
 
 #: Servers may give times in whole seconds, and each by a clock of its own.
 _COARSE_S = 2.0

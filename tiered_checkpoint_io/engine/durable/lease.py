@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.memory.node import Identity
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.base import Store
-from tiered_checkpoint_io.stores.fallbacks import conditional
+from tiered_checkpoint_io.stores.base import Store, conditional
 
 _VERSION = 1
 

@@ -27,8 +27,7 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, Manifest, reservation, reservation_in
-from tiered_checkpoint_io.stores.base import ObjectInfo, Store, changed
-from tiered_checkpoint_io.stores.fallbacks import conditional
+from tiered_checkpoint_io.stores.base import ObjectInfo, Store, changed, conditional
 
 _T = TypeVar("_T")
 #: Listings have times in whole seconds: a document read so soon after a change may change again unseen. Measured by the

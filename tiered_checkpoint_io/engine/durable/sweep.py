@@ -56,8 +56,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, Manifest, Part
 from tiered_checkpoint_io.model.retention import Checkpoint
-from tiered_checkpoint_io.stores.base import ObjectInfo, Refusals, Store, delete_each
-from tiered_checkpoint_io.stores.fallbacks import conditional, folders_of
+from tiered_checkpoint_io.stores.base import ObjectInfo, Refusals, Store, conditional, delete_each, folders_of
 
 
 class RemovalAttempt(NamedTuple):

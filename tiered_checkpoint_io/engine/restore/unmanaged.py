@@ -20,7 +20,7 @@ class Entries:
     """Objects and folders on the durable tier; each folder is listed once, when it is first asked for."""
 
     def __init__(self, children: Callable[[str], Iterable[str]]) -> None:
-        """Takes ``children``: see :func:`stores.fallbacks.children_of`."""
+        """Takes ``children``: see :func:`stores.base.children_of`."""
         self._children = children
         self._listed: dict[str, frozenset[str]] = {}
 
