@@ -71,24 +71,16 @@ class Timing:
     rendezvous_s: float = 600.0
     #: Interval of log lines while training waits for uploads.
     say_wait_s: float = 30.0
-    #: Bound of one message between ranks, mostly a chunk of 16 MiB.
-    message_s: float = 30.0
-    #: A peer that is alive accepts an offer within a second, one that is busy after another rank's part.
-    accept_s: float = 120.0
-    #: The same for a peer that has failed before; it may have come back.
-    accept_again_s: float = 5.0
-    #: Interval of looks for an accepted offer, and for a peer whose connection ended.
+    #: Interval of looks at a peer whose connection ended, or which reads a part itself.
     accept_poll_s: float = 0.02
-    #: Interval at which a rank looks for offers, and for saves that are complete on all peers; see :meth:`pause_s`.
-    offer_poll_s: float = 0.25
-    #: Bound of the wait of a rank whose part is sent for other ranks' parts, before it sends that of a newer save.
-    others_send_s: float = 120.0
-    #: The same while the store of torch.distributed is away: the network may come back.
-    offer_retry_s: float = 2.0
-    #: Time for which a rank that is done still receives parts of its sources.
+    #: Interval at which the drains of a job ask each other while a save is being replicated; see :meth:`pause_s`.
+    replica_poll_s: float = 0.01
+    #: A save that is not replicated within this time is given up for a newer one.
+    replica_patience_s: float = 120.0
+    #: A node that did not answer, and a part that did not come, are asked for again after this time.
+    replica_retry_s: float = 2.0
+    #: Time for which a drain without trainers stays while replicas make no progress.
     replication_linger_s: float = 10.0
-    #: Bound of the wait for replicas at the end of a process that did not close its session.
-    replication_release_s: float = 10.0
     #: Ranks whose training fails on all of them come to their last save within this time of each other.
     failed_together_s: float = 60.0
     #: Interval at which a rank looks for the end of a local save; see :meth:`pause_s`.
@@ -163,7 +155,7 @@ class Timing:
     left_over_s: float = 60.0
 
     def pause_s(self, least_s: float, waited_s: float) -> float:
-        """Returns the pause before the store of torch.distributed is asked again: all ranks ask the one store.
+        """Returns the pause before a process is asked again that many others ask.
 
         The pause is ``least_s``, or a tenth of the wait so far if longer. The wait may end late by one pause.
         """

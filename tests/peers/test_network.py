@@ -43,7 +43,7 @@ def places():
 def test_a_cable_that_is_cut_costs_copies_and_nothing_else(ranks, places):
     save, wait = "save_alone", "wait_for_copies"
     steps = [
-        ["hurry", {"accept_s": 3.0, "message_s": 2.0, "store_answer_s": 2.0, "replication_linger_s": 0.5}],
+        ["hurry", {"replica_patience_s": 3.0, "store_answer_s": 2.0, "replication_linger_s": 0.5}],
         ["hurry", {"peer_silence_s": 2.0, "peer_back_s": 2.0}],
         ["meet_all"],
         [save, 1, 0],
@@ -79,8 +79,8 @@ def test_a_cable_that_is_cut_costs_copies_and_nothing_else(ranks, places):
     assert other_side["counts"] == {**other_side["counts"], "unreplicated": 1}
     mended, settled = [answers[rank] for rank, answers in enumerate(told[-4:-2])], told[-2]
     assert all(mended), "copies are not made again"
-    # No checkpoint was lost, and later saves are with the peer again; no half of step 2 is.
+    # No checkpoint was lost, and later saves are with the peer again; step 2 may be by now.
     assert [step for step, *_ in settled[0]["own"]][:3] == [1, 2, 10]
     assert [step for step, *_ in settled[1]["own"]][:2] == [3, 20]
-    assert [step for step, *_ in settled[1]["copies"]] == [1, mended[0]]
+    assert [step for step, *_ in settled[1]["copies"] if step != 2] == [1, mended[0]]
     assert [step for step, *_ in settled[0]["copies"]] == [mended[1]]

@@ -112,7 +112,8 @@ def test_nodes_that_only_load_keep_the_last_checkpoints(memory_dir, tmp_path):
 def test_nodes_may_be_lost_one_after_the_other_where_ranks_come_to_other_nodes(ranks, lose):
     ranks("abc", ["save", 1], ["save", 2], ["close"], replication_factor=2)
     lose("a")
-    (loaded, _, _, _) = ranks("bc", ["load", 2], ["meet_all"], ["settle"], ["close"], replication_factor=2)
+    meet = [["meet_all"], ["await_parts", 2, [0, 1, 2]], ["close"]]
+    (loaded, *_) = ranks("bc", ["load", 2], *meet, replication_factor=2)
     assert all(answer.get("matches") for answer in loaded), loaded
     lose("c")
     (answers,) = ranks("bd", ["load", 2], replication_factor=2)

@@ -82,6 +82,15 @@ def settle(job):
     return held(job)
 
 
+def await_parts(job, step, ranks):
+    """Waits until this node has parts of these ranks, own ones or copies."""
+    tier, deadline = session_of(job).open().tier, time.monotonic() + SETTLE_S
+    while {each.part.rank for each in tier.held() if each.part.content.step == step} != {*ranks}:
+        assert time.monotonic() < deadline, held(job)
+        time.sleep(0.02)
+    dist.barrier()
+
+
 def save(job, seed, settles=True, **more):
     build(
         ours.save,
@@ -270,6 +279,12 @@ def meet_all(job):
     io_of(job)
 
 
+def save_and_die(job, seed):
+    """Saves, and is killed at once."""
+    save(job, seed, settles=False, rows=ROWS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def die_without_a_word(job, ranks):
     """Kills some ranks; the others' process group notices this only when it is used."""
     if dist.get_rank() in ranks:
@@ -366,7 +381,7 @@ for each in [name for name in globals() if not name.startswith("_")]:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    hurry_clock(offer_poll_s=0.05, local_poll_s=0.02, store_rest_s=0.05)
+    hurry_clock(local_poll_s=0.02, store_rest_s=0.05)
     if "netns" in json.loads(sys.argv[1]):
         enter_network(json.loads(sys.argv[1])["netns"])
     base.main()

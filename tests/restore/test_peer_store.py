@@ -22,7 +22,7 @@ from support.restoring import flip, make_content
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.chunks import Copies, Copy, SlotDestination
 from tiered_checkpoint_io.engine.drain.serving import Server, ask_to_serve, endpoint_of
-from tiered_checkpoint_io.engine.replication.meeting import peers_of_ranks
+from tiered_checkpoint_io.engine.replication.agreement import node_peers
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.peers import (
@@ -321,10 +321,12 @@ def moved(memory, world_size, nodes):
 def memory_of(nodes, factor, lost):
     """Returns the remaining memory of a job with these ranks' nodes, after the loss of some."""
     memory = {node: {} for node in nodes}
-    for rank, peers in enumerate(peers_of_ranks(nodes, factor=factor)):
-        memory[nodes[rank]][rank] = True
-        for peer in peers:
-            memory[nodes[peer]].setdefault(rank, False)
+    order = list(memory)
+    peers = node_peers(len(order), factor=factor)
+    for rank, node in enumerate(nodes):
+        memory[node][rank] = True
+        for peer in peers[order.index(node)]:
+            memory[order[peer]][rank] = False
     return {node: held for node, held in memory.items() if node not in lost and held}
 
 

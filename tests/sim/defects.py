@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 900
 COMMIT, SWEEP = (f"engine/durable/{name}.py" for name in ("commit", "sweep"))
 LEASES = "engine/leasing.py"
-REPLICATOR, MEETING = (f"engine/replication/{name}.py" for name in ("replicator", "meeting"))
+AGREEMENT = "engine/replication/agreement.py"
 RETENTION = "engine/retention.py"
 OPERATIONS, EXECUTE = "engine/drain/operations.py", "engine/drain/execute.py"
 #: Defect; file; the text, and the text that replaces it.
@@ -136,10 +136,10 @@ DEFECTS = [
         "deadline",
     ),
     (
-        "a part counts as replicated once its first peer has it",
-        REPLICATOR,
-        "waited_for = set(self._targets)",
-        "waited_for = set(self._targets[:1])",
+        "a part counts as replicated on its own node alone",
+        AGREEMENT,
+        "sum(len(there) >= self._group.factor for",
+        "sum(len(there) >= 1 for",
     ),
     (
         "a replica whose bytes differ from their hash is kept",
@@ -148,22 +148,22 @@ DEFECTS = [
         "    entry if digest else entry.check_digest(index, digest.hexdigest()",
     ),
     (
-        "an answer to an earlier offer counts for this one",
-        REPLICATOR,
-        "if number == self._number else",
-        "if number else",
+        "a part counts on a node that may be removing it",
+        AGREEMENT,
+        "if held.save_id == save_id and held.is_kept:",
+        "if held.save_id == save_id:",
     ),
     (
         "a save is marked as replicated once one of its parts is",
-        REPLICATOR,
-        ">= part.content.parts",
-        ">= 1",
+        AGREEMENT,
+        "for there in copies.values()) == of",
+        "for there in copies.values()) >= 1",
     ),
     (
-        "a peer that has lost its memory gets nothing until the next save",
-        MEETING,
-        "lacks = any(key not in gathered[peer].replicas for peer in peers[group.rank])",
-        "lacks = False",
+        "a node that has lost its memory gets nothing until the next save",
+        AGREEMENT,
+        ", *self._replicated.values()]",
+        "]",
     ),
     (
         "a rank removes its part of a save that may become replicated, or is",

@@ -1,23 +1,18 @@
-"""A stand-in for torch.distributed in the simulated world: its key-value store, collectives, and memories of peers.
+"""A stand-in for torch.distributed and the network in the simulated world: collectives, and memories of peers.
 
-The engine's own code runs above it: the meeting, offers, what keeps them, and what loads. The store lives in the process
-of rank 0, and ends with it; a request that its machine can't take yet is carried out later, even where its client has
-given up by then. The memory of a machine is served also while its process is dead or stopped; nothing comes from there
-while the cable between the machines is cut. What comes may be slow, or other bytes.
+The engine's own code runs above it: the meeting, the replication of the drains, and loads. The memory of a machine is
+served by its drain; nothing comes from there while the drain is dead or stopped, or the cable between the machines is
+cut. What comes may be slow, or other bytes.
 """
 
 import contextlib
-import math
-import threading
-import types
 
 import torch.distributed as dist
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.chunks import quarantine_damaged
 from tiered_checkpoint_io.engine.ranks.coordination import Group
-from tiered_checkpoint_io.engine.ranks.run import LostStoreError, StoreClient
-from tiered_checkpoint_io.engine.replication import meeting, replicator
+from tiered_checkpoint_io.engine.replication import meeting, replicas
 from tiered_checkpoint_io.engine.restore import peers
 from tiered_checkpoint_io.errors import RestoreError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
@@ -30,9 +25,8 @@ class Job:
     def __init__(self, world, number, machines):
         self.world, self.number, self.size = world, number, len(machines)
         self.ranks = []
-        self.store = Values(self)
+        self.store = object()
         self.exchanges = []
-        self.machines = machines
 
 
 def is_cut(world, one, other):
@@ -40,104 +34,21 @@ def is_cut(world, one, other):
     return world.cuts.get(frozenset({one.name, other.name}), 0.0) > world.now
 
 
-# ------------------------------------------------------------------------------------- the store
-class Values:
-    """The store of a job; each request is carried out if its host and the network allow it."""
-
-    def __init__(self, job):
-        self._job, self._world = job, job.world
-        self.values = {}
-        self._waiting = []
-        #: Answers that did not arrive.
-        self.lost = 0
-
-    def ask(self, request, timeout_s):
-        """Returns the result of ``request``, carried out at most once; RuntimeError if no answer comes in time."""
-        world, thread = self._world, self._world.current
-        deadline, host = world.now + timeout_s, self._job.ranks[0]
-        world.steps += 1
-        answer = types.SimpleNamespace(request=request, machine=thread.process.machine, given=None)
-        self._waiting.append(answer)
-        thread.wait(world.rng.choice([0.0, 0.01, 0.05]))
-        while host.is_alive:
-            self._work(host)
-            if answer.given is not None:
-                if world.rng.random() >= world.fates.failed:
-                    return answer.given[0]
-                self.lost += 1
-                thread.wait(timeout_s)
-                raise RuntimeError("the answer is lost")
-            if world.now >= deadline:
-                raise RuntimeError(f"no answer within {timeout_s:.0f} s")
-            thread.wait(min(1.0, deadline - world.now))
-        raise RuntimeError("connection reset by peer")
-
-    def _work(self, host):
-        if host.is_stopped:
-            return
-        for answer in [each for each in self._waiting if not is_cut(self._world, each.machine, host.machine)]:
-            self._waiting.remove(answer)
-            answer.given = (answer.request(),)
-
-
-class Keys:
-    """The keys below a prefix, as torch's PrefixStore has them, seen by the host."""
-
-    def __init__(self, prefix, below):
-        self.values, outer = (below, "") if isinstance(below, Values) else (below.values, below.prefix)
-        self.prefix = f"{outer}{prefix}/"
-
-    def check(self, keys):
-        return all(self.prefix + key in self.values.values for key in keys)
-
-    def get(self, key):
-        return self.values.values[self.prefix + key]
-
-    def set(self, key, value):
-        self.values.values[self.prefix + key] = str(value).encode()
-
-    def compare_set(self, key, expected, value):
-        found = self.values.values.get(self.prefix + key)
-        if found is None and expected:
-            return expected.encode()
-        if (found or b"").decode() == expected:
-            self.set(key, value)
-        return self.get(key)
-
-    def add(self, key, count):
-        total = int(self.values.values.get(self.prefix + key, b"0")) + count
-        self.set(key, total)
-        return total
-
-    def delete_key(self, key):
-        return self.values.values.pop(self.prefix + key, None) is not None
-
-
-class Client(StoreClient):
-    """The engine's client of the store; what makes its requests is no thread, but the world."""
-
-    def ask(self, request):
-        try:
-            return self._origin.ask(lambda: request(Keys(self._prefix, self._origin)), self._timeout_s)
-        except RuntimeError as error:
-            raise LostStoreError(f"the store can't be asked: {error}", operation="agree") from error
-
-    def connect(self):
-        return self.ask(lambda keys: keys)
-
-    def close(self):
-        """Nothing to end."""
-
-
 # ----------------------------------------------------------------------------------- other memories
 def peers_of(world):
     """Returns a stand-in for PeerStore: the memory of another machine, over a network that may be cut, slow, or lie."""
 
     class Peer(PeerStore):
-        def __init__(self, endpoint, *, connections=1, clock, waits=False):
+        def __init__(self, endpoint, *, connections=1, clock, waits=False, is_patient=True):
             self._endpoint, self._silence_s = endpoint, clock.timing.peer_silence_s
 
         def get(self, key):
+            if key.startswith("replicas/"):
+                _, group, *node = key.split("/")
+                found = self._machine(key).replicas.answer(group, int(node[0]) if node else None)
+                if found is None:
+                    raise StoreNotFoundError("no such group", operation="read", key=key)
+                return found
             _, stored = self._found(key)
             return stored.part.to_json()
 
@@ -164,17 +75,21 @@ def peers_of(world):
         def close(self):
             """Nothing to end."""
 
-        def _found(self, key):
-            save_id, rank, *_ = key.split("/")
-            process = world.current.process
-            machine = next(each for each in process.job.machines if each.name == self._endpoint.address)
+        def _machine(self, key):
+            """Returns the peer's machine, once a request has reached it and the answer has come."""
+            here = world.current.process.machine
+            machine = next(each for each in world.machines if each.name == self._endpoint.address)
             world.steps += 1
             world.current.wait(world.rng.choice([0.0, 0.01, 0.3]) * machine.slow)
             deadline = world.now + self._silence_s
-            while is_cut(world, process.machine, machine):
-                if world.now >= deadline:
+            while not machine.drain.is_alive or machine.drain.is_stopped or is_cut(world, here, machine):
+                if world.now >= deadline or not machine.drain.is_alive:
                     raise StoreError("the peer is lost", operation="read", key=key, reason="unavailable")
                 world.current.wait(1.0)
+            return machine
+
+        def _found(self, key):
+            machine, (save_id, rank, *_) = self._machine(key), key.split("/")
             tier = MemoryTier(namespace_root(machine.folder, "sim"), clock=machine.clock)
             try:
                 return tier, tier.find(save_id, int(rank))
@@ -209,36 +124,6 @@ class JobGroup(Group):
         return [gathered[rank] for rank in range(self.world_size)]
 
 
-# ---------------------------------------------------------------------------------------- waiting
-class Condition:
-    """A condition of a process whose threads take turns: only who waits gives way."""
-
-    def __init__(self, world):
-        self._world, self._rung = world, []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def notify_all(self):
-        for event in self._rung:
-            event.set()
-        self._rung.clear()
-
-    def wait(self, seconds=math.inf):
-        event = threading.Event()
-        self._rung.append(event)
-        return self._world.current.wait(seconds, event)
-
-    def wait_for(self, is_so, seconds=math.inf):
-        deadline = self._world.now + seconds
-        while not is_so() and self._world.now < deadline:
-            self.wait(deadline - self._world.now)
-        return is_so()
-
-
 @contextlib.contextmanager
 def torch_distributed(world):
     """Answers the engine's calls of torch.distributed for the simulated process whose turn it is."""
@@ -246,7 +131,9 @@ def torch_distributed(world):
     def job():
         return world.current.process.job
 
-    threads = types.SimpleNamespace(Condition=lambda: Condition(world), Event=threading.Event, Lock=threading.Lock)
+    def memory_left():
+        return 0 if world.current.process.machine.full_until > world.now else 1 << 30
+
     peer = peers_of(world)
     changes = [
         (dist, "is_initialized", lambda: True),
@@ -255,11 +142,9 @@ def torch_distributed(world):
         (dist, "get_rank", lambda *_: world.current.process.rank),
         (dist.distributed_c10d, "_get_default_store", lambda: job().store),
         (meeting, "RankGroup", lambda *_: JobGroup(world.current.process)),
-        (meeting, "StoreClient", Client),
         (meeting, "interface_for", lambda *_: None),
-        (meeting, "atexit", types.SimpleNamespace(register=lambda *_: None, unregister=lambda *_: None)),
-        (replicator, "threading", threads),
-        (replicator, "PeerStore", peer),
+        (replicas, "memory_left", memory_left),
+        (replicas, "PeerStore", peer),
         (peers, "PeerStore", peer),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]

@@ -1,15 +1,15 @@
-"""Lives of jobs whose ranks keep replicas of each other's parts: the real replication, over a network that fails.
+"""Lives of jobs whose nodes keep replicas of each other's parts: the real replication, over a network that fails.
 
-Each machine has one rank. The ranks meet, take what they lack from each other, and save; a rank is killed or stopped, a
+Each machine has one rank and a drain. The ranks meet, load, and save; a rank or a drain is killed or stopped, a
 machine is lost, a cable is cut, the memory for replicas is full; then all ranks start again, in the last start without
 further harm. Saves are made by hand, and so is the choice of what to load: the newest that the memories hold together.
 What is judged:
 
-- what is kept was sent: each part and replica has the bytes that were saved;
-- a save is marked as replicated only once all of its parts are on the peers that ``placement`` names;
+- what is kept was saved: each part and replica has the bytes that were saved;
+- a save is marked as replicated only once all of its parts are on as many machines as they are to be;
 - whichever machine is lost, the others hold a checkpoint, once all have marked one;
 - what waits for the durable tier is not removed;
-- no wait is longer than its bounds; in the end each peer has what it lacked, and the newest save is replicated.
+- no wait is longer than its bounds; in the end each part has its copies again, and the newest save is replicated.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ from support.supporting import build
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.chunks import SlotDestination, verify
-from tiered_checkpoint_io.engine.replication.meeting import Peering
+from tiered_checkpoint_io.engine.replication.meeting import Peering, awaited_in
+from tiered_checkpoint_io.engine.replication.replicas import Replicas, leave_groups
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.engine.retention import Rules, complete_here, retain
@@ -47,34 +48,22 @@ LOG.addHandler(logging.NullHandler())
 LOG.setLevel(logging.CRITICAL)
 
 #: Bounds as in production, except for polls, which would be most of what happens.
-TIMING = Timing(offer_poll_s=2.0, accept_poll_s=0.5, local_poll_s=1.0, store_rest_s=4.0, others_send_s=60.0)
+TIMING = Timing(replica_poll_s=1.0, accept_poll_s=0.5, local_poll_s=1.0, store_rest_s=4.0, replica_patience_s=60.0)
 KEEP = 2
 TIMEOUT_S = 60
-#: Four parts wait at most, each for two peers: to be accepted, for a link, and on their way, with requests between;
-#: and each for the other ranks' parts.
-SENT_S = 4 * (2 * (60.0 + 30.0 + TIMEOUT_S + 30.0 + 50.0) + 60.0 + 40.0)
-#: Time of sends and receives at the end, by the bounds of ``Timing``, and of requests between.
-CLOSE_S = 10.0 + 2 * (10.0 + 30.0) + (10.0 + 30.0) + 70.0
+#: A part is given up, at the latest, after twice the patience; and rounds between.
+SENT_S = 2 * TIMING.replica_patience_s + 60.0
+CLOSE_S = 10.0 + 60.0
 #: To be asked by a rank that is busy, and to get a part from one, or two.
 FETCH_S = 60.0 + 2 * (30.0 + TIMEOUT_S + 60.0)
 
 
 class PeerClock(MachineClock):
-    """The time of a machine, and conditions."""
+    """The time of a machine."""
 
     def __init__(self, world, machine):
         Clock.__init__(self, TIMING, world.rng)
         self.__dict__.update(_world=world, _machine=machine)
-
-    @property
-    def current(self):
-        return self._world.current
-
-    def wait(self, event, seconds):
-        return event.wait(seconds) if hasattr(event, "notify_all") else super().wait(event, seconds)
-
-    def wait_for(self, condition, is_so, seconds):
-        return condition.wait_for(is_so, seconds)
 
 
 class Rank:
@@ -92,7 +81,6 @@ class Rank:
     def _run(self):
         clock, machine, world = self.machine.clock, self.machine, self.world
         self.tier = tier = MemoryTier.open(machine.folder, "sim", clock=clock)
-        tier.replicas._left = lambda: 0 if machine.full_until > world.now else 1 << 30
         config = build(
             TieredCheckpointConfig.from_any,
             dirpath="d",
@@ -102,14 +90,15 @@ class Rank:
             replication_factor=self.life.factor,
         )
         self.peering = peering = Peering(config, Counter(), clock, lambda: Endpoint(machine.name, 0, ""))
-        tier.on_commit, tier.awaited = lambda stored: peering.committed(stored, LOG), peering.awaited
+        tier.on_commit, tier.awaited = lambda stored: peering.committed(stored, LOG), awaited_in
         try:
-            before = tier.parts()
+            leave_groups(tier.root)
+            if not machine.drain.is_alive:
+                start_drain(machine)
             peering.meet(lambda: tier, LOG, None)
             self._restore()
             if self.job.is_last:
-                self._wait_until_sent()
-                self.judge.check_caught_up(self, before)
+                self.judge.await_copies(self, SENT_S)
             self._train()
             self._wait_until_sent()
             if self.job.is_last:
@@ -155,10 +144,10 @@ class Rank:
         self.world.note(f"{self.process.name} has fetched {chosen}")
 
     def job_faults(self):
-        """Counts the faults of the job that excuse a failure: a cable, an answer of the store, a process."""
+        """Counts the faults of the job that excuse a failure: a cable, a process."""
         return (
-            self.life.faults + self.job.store.lost,
-            sum(each.faults for each in self.job.ranks),
+            self.life.faults,
+            sum(each.faults for each in [*self.job.ranks, *(each.drain for each in self.life.machines)]),
             any(not p.is_alive for p in self.job.ranks),
         )
 
@@ -218,6 +207,21 @@ class Rank:
                 self.world.violation = f"{self.process.name}: {what} has taken {took:.0f} s"
 
 
+def start_drain(machine):
+    """Starts the drain of a machine, as far as it replicates; it outlives the ranks."""
+
+    def work():
+        tier = MemoryTier.open(machine.folder, "sim", clock=machine.clock)
+        machine.replicas = Replicas(tier.root, tier, LOG, machine.clock)
+        machine.replicas.keep_last = KEEP
+        while True:
+            machine.replicas.look()
+            machine.clock.sleep(1.0)
+
+    machine.replicas = SimpleNamespace(answer=lambda *_: None)
+    machine.drain = machine.start(f"drain of {machine.name}", work)
+
+
 class Life:
     """One simulated life of a job: its starts, and what befalls them."""
 
@@ -235,6 +239,7 @@ class Life:
             machine.slow = self.rng.choice([1, 1, 8])
         #: Probability that a rank's parts reach the durable tier within a second.
         self.drained = self.rng.choice([0.05, 0.5])
+        world.machines = self.machines
         self.judge = Judge(self)
         self.ranks = []
         #: When the last cut of the last start is over, and all can know.
@@ -249,6 +254,8 @@ class Life:
             stack.enter_context(torch_distributed(world))
             stack.enter_context(self.judge.watching())
             stack.callback(world.close)
+            for machine in self.machines:
+                start_drain(machine)
             self.outside.start("fate", self._fate, immortal=True)
             if not world.run(lambda: self._over, 50_000.0) and not world.violation:
                 world.violation = "not over within 50,000 s"
@@ -282,7 +289,7 @@ class Life:
         self.world.fates, self.world.odds = Fates(0, 0, 0, 0), Odds()
         self.world.cuts.clear()
         for machine in self.machines:
-            machine.full_until, machine.slow = 0.0, 1
+            machine.full_until, machine.slow, machine.drain.stopped_until = 0.0, 1, 0.0
 
     def _befall(self, job):
         """Watches the ranks until all have ended, or one has by a failure; and does them harm."""
@@ -294,6 +301,10 @@ class Life:
                 self.outside.clock.sleep(self.rng.choice([0.0, 5.0, 100.0]))
                 break
             self.outside.clock.sleep(1.0)
+            for machine in self.machines:
+                if not machine.drain.is_alive and (job.is_last or self.rng.random() < 0.1):
+                    self.faults += 1
+                    start_drain(machine)
             self._drain(job)
             if job.is_last and not self.mended_at and min(each.saved for each in self.ranks) > 0:
                 self._cut_amid()
@@ -312,12 +323,15 @@ class Life:
 
     def _harm(self, job):
         rng, world = self.rng, self.world
-        what = rng.choices(["kill", "stop", "lose", "cut", "full"], [1, 3, 2, 4, 3])[0]
+        what = rng.choices(["kill", "stop", "lose", "cut", "full", "kill drain", "stop drain"], [1, 3, 2, 4, 3, 2, 2])[
+            0
+        ]
         rank = rng.randrange(job.size)
         machine, process, seconds = self.machines[rank], job.ranks[rank], rng.choice([5.0, 40.0, 200.0])
-        if what == "kill":
+        process = machine.drain if what.endswith("drain") else process
+        if what.startswith("kill"):
             process.kill()
-        elif what == "stop":
+        elif what.startswith("stop"):
             process.stop(seconds)
         elif what == "lose":
             self.judge.lost(machine)

@@ -2,7 +2,6 @@
 
 import contextlib
 
-from tiered_checkpoint_io.engine.replication.meeting import peers_of_ranks
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: A mark follows the last copy by two looks at the store, and requests between.
@@ -16,7 +15,7 @@ class Judge:
         self.life, self.world = life, life.world
         names = [machine.name for machine in life.machines]
         self.size = len(names)
-        self.peers = peers_of_ranks(names, factor=life.factor)
+        self.factor = life.factor
         self._files = {}
         #: Parts (of a save, a rank) on each machine, own ones or replicas.
         self.held = [set() for _ in names]
@@ -109,7 +108,7 @@ class Judge:
         self._promise(stored.save_id)
 
     def _promise(self, save_id):
-        """From now on any machine may be lost, if all know that a save is on all peers, and it still is."""
+        """From now on any machine may be lost, if all know that a save is on enough machines, and it still is."""
         all_know = all(save_id in marked for marked in self.marked)
         self._promised = self._promised or (all_know and self.is_placed(save_id, self.held))
 
@@ -136,8 +135,8 @@ class Judge:
 
     # -------------------------------------------------------------------------------------- states
     def is_placed(self, save_id, parts):
-        """Returns True if each part of a save is where it was saved, and on all of its peers."""
-        return all((save_id, rank) in parts[place] for rank in range(self.size) for place in (rank, *self.peers[rank]))
+        """Returns True if each part of a save is on as many machines as it is to be."""
+        return all(sum((save_id, rank) in there for there in parts) >= self.factor for rank in range(self.size))
 
     def newest_whole(self, without=None):
         """The newest save of which the memories of the machines hold all parts together."""
@@ -160,16 +159,16 @@ class Judge:
         ):
             self._violate(f"{rank.process.name} loads {save_id}, and {best} is whole")
 
-    def check_caught_up(self, rank, before):
-        """Checks that a rank's earlier part is on its peers again, after the ranks met."""
-        for stored in [each for each in before if each.part.rank == rank.rank][-1:]:
-            key = stored.save_id, rank.rank
-            for peer in self.peers[rank.rank]:
-                if key not in self.held[peer] and key not in self.damaged and key[0] >= self._newest_of(rank.rank):
-                    self._violate(f"node {peer} lacks part {rank.rank} of {stored.part.name}, which it kept or lost")
-
-    def _newest_of(self, rank):
-        return max((save_id for save_id, other in self.held[rank] if other == rank), default="")
+    def await_copies(self, rank, bound_s):
+        """Waits until the newest whole save has all of its copies again, after the ranks met."""
+        deadline, newest = self.world.now + bound_s, self.newest_whole()
+        while newest is not None and not self.is_placed(newest, self.held):
+            if any(save_id == newest for save_id, _ in self.damaged) or newest != self.newest_whole():
+                return
+            if self.world.now > deadline:
+                self._violate(f"{newest} does not get its copies again")
+                return
+            rank.machine.clock.sleep(1.0)
 
     def await_marks(self, rank):
         """The newest save of the last start is on all peers, and every machine learns of it."""

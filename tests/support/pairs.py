@@ -4,19 +4,20 @@ The nodes are folders ``a`` and ``b`` of the order's memory. The process that ca
 which the two find each other, so that either may be killed without it.
 """
 
+import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import threading
 import time
 import traceback
-from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 
 from support import clocks, story
 from support.dying import options_of
 from support.launch import free_port
-from support.restoring import served
 from support.supporting import build
 
 from tiered_checkpoint_io.model import ids
@@ -38,13 +39,10 @@ def import_all():
     from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, dcp  # noqa: F401
 
     clocks.hurry(
-        offer_poll_s=0.01,
         store_rest_s=0.01,
+        replica_patience_s=SOON_S,
+        replica_retry_s=0.2,
         replication_linger_s=0.3,
-        replication_release_s=0.1,
-        message_s=SOON_S,
-        accept_s=SOON_S,
-        accept_again_s=0.2,
         store_answer_s=SOON_S,
         rendezvous_s=4 * SOON_S,
     )
@@ -76,86 +74,95 @@ def reap(pid):
 # ------------------------------------------------------------------------------------------ copies
 def run_pair(order, counter):
     """Has node a save the steps of ``order``, memory only; node b keeps copies."""
-    from torch.distributed import TCPStore
-
-    port = free_port()
-
-    def joined():
-        return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=SOON_S + 5))
-
-    sender = fork("sender", lambda: send(order, counter, joined()), order, counter)
-    receiver = fork("receiver", lambda: keep(order, counter, joined()), order, counter)
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    over = Path(order["memory_dir"], "over")
+    over.unlink(missing_ok=True)
+    for rank in (0, 1):
+        os.makedirs(node(order, rank), exist_ok=True)
+    ports = [free_port(), free_port()]
+    # Open for writing as long as the receiver lives.
+    lives, held = os.pipe()
+    receiver = fork("receiver", lambda: keep(order, counter, ports, over), order, counter)
+    os.close(held)
+    sender = fork("sender", lambda: send(order, counter, ports, lives), order, counter)
+    os.close(lives)
     reap(sender)
-    store.set("over", "1")
+    over.touch()
     reap(receiver)
 
 
-def replicator_of(order, rank, store):
+@contextlib.contextmanager
+def replicating(order, rank, ports):
+    """Yields a node's memory and its replication, served on its port, in a group of the two."""
     from tiered_checkpoint_io.clock import SYSTEM
-    from tiered_checkpoint_io.engine.ranks.run import StoreClient
-    from tiered_checkpoint_io.engine.replication.replicator import Member, Replicator
+    from tiered_checkpoint_io.engine.drain.serving import Server, ask_to_serve
+    from tiered_checkpoint_io.engine.replication.agreement import Group, Node
+    from tiered_checkpoint_io.engine.replication.replicas import Replicas, join, leave_groups
     from tiered_checkpoint_io.logs import get_logger
+    from tiered_checkpoint_io.memory.node import memory_of, write_atomic
     from tiered_checkpoint_io.memory.tier import MemoryTier
+    from tiered_checkpoint_io.stores.peer import Endpoint
 
-    folder = node(order, rank)
-    os.makedirs(folder, exist_ok=True)
-    tier = MemoryTier.open(folder, "default")
-    client = StoreClient(store, "pair", timeout_s=SYSTEM.timing.store_answer_s)
-    config = build(
-        TieredCheckpointConfig,
-        dirpath=order["dirpath"],
-        memory_keep_last=KEEP_LAST,
-        wait_timeout_s=PATIENCE_S,
-        replication_factor=2,
-    )
-    endpoint = served(tier)
-    member = Member(tier, client, rank, config, get_logger("default"), SYSTEM, lambda: endpoint)
-    counts = Counter()
-    made = Replicator(member, [(1,), ()], counts, {})
-    tier.on_commit, tier.awaited = made.offer, made.awaited
-    return tier, made, counts
+    tiers = [MemoryTier.open(node(order, each), "default") for each in (0, 1)]
+    tier, token = tiers[rank], "ab" * 32
+    nodes = [
+        Node(node(order, each), memory_of(tiers[each].root), "127.0.0.1", ports[each], token, 1) for each in (0, 1)
+    ]
+    leave_groups(tier.root)
+    join(tier.root, Group("ab", 2, None, tuple(nodes)))
+    write_atomic(tier.root / "serve.json", Endpoint("127.0.0.1", ports[rank], token).to_json())
+    ask_to_serve(tier.root, "127.0.0.1")
+    log = get_logger("default")
+    replicas = Replicas(tier.root, tier, log, SYSTEM)
+    replicas.keep_last = KEEP_LAST
+    server = Server(tier.root, tier, log, SYSTEM, replicas)
+    server.look()
+    replicas.look()
+    try:
+        yield tier, replicas
+    finally:
+        deadline = time.monotonic() + SOON_S
+        while replicas.is_busy and time.monotonic() < deadline:
+            time.sleep(0.005)
+        replicas.close()
+        server.close()
+        for each in tiers:
+            each.close()
 
 
 def node(order, rank):
     return f"{order['memory_dir']}/{'ab'[rank]}"
 
 
-def send(order, counter, store):
+def send(order, counter, ports, lives):
     from support.saving import save_full
 
+    from tiered_checkpoint_io.engine.replication.meeting import awaited_in
     from tiered_checkpoint_io.engine.staging import Capturer
 
-    counter.phase = "replicate: save and send"
-    tier, replicator, counts = replicator_of(order, 0, store)
-    run_id = ids.new_run_id(after=max((stored.save_id for stored in tier.parts()), default=None))
-    capturer = Capturer(tier)
-    for number in order["numbers"]:
-        save_id = ids.save_id(run_id, number)
-        options = {"keep_last": KEEP_LAST, "dirpath": order["dirpath"], "world_size": 2}
-        save_full(tier, capturer, story.state(number), f"{number}.ckpt", save_id, number, **options)
-        counter.tell(done=["saved", number])
-        deadline = time.monotonic() + 3 * SOON_S
-        while time.monotonic() < deadline:
-            safe = [stored for stored in tier.parts() if stored.save_id == save_id and stored.replicated]
-            if safe:
-                counter.tell(done=["safe", number])
-            if safe or (counts["unreplicated"] and not replicator.pending):
-                break
-            time.sleep(0.005)
-    replicator.close(SOON_S)
-    capturer.close()
-    tier.close()
+    counter.phase = "replicate: save and serve"
+    with replicating(order, 0, ports) as (tier, _):
+        tier.awaited = awaited_in
+        run_id = ids.new_run_id(after=max((stored.save_id for stored in tier.parts()), default=None))
+        capturer = Capturer(tier)
+        for number in order["numbers"]:
+            save_id = ids.save_id(run_id, number)
+            options = {"keep_last": KEEP_LAST, "dirpath": order["dirpath"], "world_size": 2}
+            save_full(tier, capturer, story.state(number), f"{number}.ckpt", save_id, number, **options)
+            counter.tell(done=["saved", number])
+            deadline = time.monotonic() + 3 * SOON_S
+            while time.monotonic() < deadline and not select.select([lives], [], [], 0.005)[0]:
+                if any(stored.save_id == save_id and stored.replicated for stored in tier.parts()):
+                    counter.tell(done=["safe", number])
+                    break
+        capturer.close()
 
 
-def keep(order, counter, store):
-    counter.phase = "replicate: receive and keep"
-    tier, replicator, _ = replicator_of(order, 1, store)
-    deadline = time.monotonic() + PATIENCE_S / 2
-    while not store.check(["over"]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    replicator.close(SOON_S)
-    tier.close()
+def keep(order, counter, ports, over):
+    counter.phase = "replicate: read and keep"
+    with replicating(order, 1, ports):
+        deadline = time.monotonic() + PATIENCE_S / 2
+        while not over.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 # -------------------------------------------------------------------------------- training together

@@ -344,7 +344,7 @@ def _going(
     used = {each.save_id for each in held if rules.arriving is not None and _may_be_used(each)}
 
     def going(*, is_urgent: bool) -> list[StoredPart]:
-        retained = {rules.save_id, *rules.retained, *used, *tier.awaited(is_urgent)}
+        retained = {rules.save_id, *rules.retained, *used, *tier.awaited(tier, is_urgent)}
         return may_drop(held, replace(rules, retained=retained), missing=missing, is_spill=is_spill)
 
     return going(is_urgent=False) or (going(is_urgent=True) if missing else [])

@@ -38,7 +38,7 @@ from tiered_checkpoint_io.engine.ranks.run import (
     leads_node,
     may_lead_node,
 )
-from tiered_checkpoint_io.engine.replication.meeting import Peering, address_here
+from tiered_checkpoint_io.engine.replication.meeting import Peering, address_here, awaited_in
 from tiered_checkpoint_io.engine.staging import BackgroundTask, Capturer, HostPins, SaveIds, Turn
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger
@@ -207,7 +207,7 @@ class Session:
             tier.use_spill(config.spill_dir)
             tier.place, tier.find_room = self.place, lambda missing: make_room(tier, missing, self.log, self.clock)
             if config.replication_factor > 1:
-                tier.awaited = self._peering.awaited
+                tier.awaited = awaited_in
                 tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
             # Its process may have another temporary directory.
             found = replace(config, spill_dir=spill_dir_of(config.spill_dir))
@@ -285,7 +285,6 @@ class Session:
         """Gives free slots back to the node at the end of a process; waits only for this process's tasks."""
         if (opened := self._opened) is not None:
             self.background.wait()
-            self._peering.close(self.clock.timing.replication_release_s)
             opened.capturer.close()
             opened.tier.close()
         self.claims.release_lease()
@@ -317,6 +316,7 @@ class Session:
     def look(self) -> None:
         """Looks at claims, and at the drain: counts and logs each failure once; :meth:`surface` raises it."""
         self.claims.look()
+        self._peering.look()
         if self._opened is not None:
             self._announcer.look(self._opened.drain, leads=leads_node())
 

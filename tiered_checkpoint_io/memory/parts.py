@@ -33,7 +33,8 @@ INCOMING = "incoming"
 DRAINED = "drained"
 PINNED = "pinned"
 REPLICATED = "replicated"
-MARKERS = (DRAINED, PINNED, REPLICATED)
+AWAITED = "awaited"
+MARKERS = (DRAINED, PINNED, REPLICATED, AWAITED)
 #: Names that no file of a part can have.
 _RESERVED = {PART_FILE, *MARKERS, *(f".{name}" for name in MARKERS)}
 #: End of the name of a folder that is still being made.
@@ -51,12 +52,14 @@ class StoredPart:
         folder: The part's folder.
         drained: True if the durable tier has the part, or gave it up.
         replicated: True if all parts of its save are in the memory of other nodes as well.
+        awaited: True if its save is being replicated.
     """
 
     part: Part
     folder: Path
     drained: bool
     replicated: bool = False
+    awaited: bool = False
 
     @property
     def save_id(self) -> str:
@@ -108,11 +111,11 @@ class PartIndex:
                         raise CorruptCheckpointError(
                             f"part of save {part.save_id} in the folder of {save_id}", key=str(folder)
                         )
-                    drained, replicated = os.path.exists(at + DRAINED), os.path.exists(at + REPLICATED)
+                    drained, *others = (os.path.exists(at + name) for name in (DRAINED, REPLICATED, AWAITED))
                     if not drained:
                         # Or else the part was taken away, marker and all, since its description was read.
                         os.stat(description)
-                    yield StoredPart(part, folder, drained, replicated)
+                    yield StoredPart(part, folder, drained, *others)
                 except FileNotFoundError as error:
                     # Removed while we looked; only a folder that is still there is damaged.
                     if folder.exists():
@@ -166,6 +169,15 @@ def mark(folder: Path, name: str, *, synced: bool = False) -> None:
             # The mark itself takes no descriptor, and is there.
             if not is_scarcity(error):
                 raise
+
+
+def begin_removal(stored: StoredPart) -> bool:
+    """Keeps a part from becoming awaited; returns False if it has, since it was looked at, or is gone."""
+    try:
+        os.rename(stored.folder / f".{AWAITED}", stored.folder / f".not-{AWAITED}")
+    except FileNotFoundError:
+        return stored.folder.exists() and not (stored.folder / AWAITED).exists()
+    return True
 
 
 def mark_durable(stored: StoredPart) -> StoredPart:

@@ -7,6 +7,7 @@
                                  drained               marker: the durable tier has it, or gave up
                                  pinned                marker: mapped by a reader, never recycled
                                  replicated            marker: all parts of the save are on other nodes too
+                                 awaited               marker: the save is being replicated
       replicas/<save_id>/...     the same, of other nodes' parts: never uploaded from here
       slots/  trash/  quarantine/  status/
       operations.log  drain.json  *.lock              exchange between trainers and the drain
@@ -62,6 +63,7 @@ from tiered_checkpoint_io.memory.node import (
     write_private,
 )
 from tiered_checkpoint_io.memory.parts import (
+    AWAITED,
     DRAINED,
     NEW,
     PART_FILE,
@@ -71,6 +73,7 @@ from tiered_checkpoint_io.memory.parts import (
     SAVES,
     PartIndex,
     StoredPart,
+    begin_removal,
     clear_dead,
     gone,
     mark,
@@ -288,7 +291,8 @@ class MemoryTier:
         #: Called with each part that is saved here, once it is committed.
         self.on_commit: Callable[[StoredPart], None] | None = None
         #: The saves of which no part may go, as they are being replicated; fewer if room is urgent (True).
-        self.awaited: Callable[[bool], Collection[str]] = lambda _: ()
+        #: The tier is an argument: a cycle of references would keep its memory until the next collection.
+        self.awaited: Callable[[MemoryTier, bool], Collection[str]] = lambda *_: ()
         #: Takes so many bytes from ended namespaces; or returns advice if that is not possible.
         self.find_room: Callable[[int], str] = lambda _: ""
         #: Rung when there is something new for the drain.
@@ -577,8 +581,16 @@ class MemoryTier:
         with contextlib.suppress(FileNotFoundError):
             mark(stored.folder, REPLICATED)
 
+    def mark_awaited(self, stored: StoredPart, *, is_awaited: bool) -> None:
+        """Notes that a part's save is being replicated, or no longer; not of a part that is being removed."""
+        before, after = (f".{AWAITED}", AWAITED) if is_awaited else (AWAITED, f".{AWAITED}")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(stored.folder / before, stored.folder / after)
+
     def remove(self, stored: StoredPart) -> None:
-        """Removes a part; its files become free slots if this process filled them."""
+        """Removes a part, unless it has become awaited; its files become free slots if this process filled them."""
+        if not stored.awaited and not begin_removal(stored):
+            return
         name = f"{self._parts.name}.{stored.save_id}.{stored.folder.name}.{os.getpid()}"
         home = self._home(stored.folder)
         trash = home.root / "trash" / name

@@ -1,6 +1,7 @@
 """The memory of another node as a store that is only read: ranged GETs to its drain, see ``engine/drain/serving.py``.
 
-A key is ``<save id>/<rank>`` for the description of a part, and ``<save id>/<rank>/<number>`` for one of its files. All
+A key is ``<save id>/<rank>`` for the description of a part, and ``<save id>/<rank>/<number>`` for one of its files. A
+drain that replicates also asks for ``replicas/<group>`` and ``replicas/<group>/<node>``. All
 waits are bounded. A peer that is lost or silent is not asked again: the reader takes the next copy.
 """
 
@@ -67,7 +68,15 @@ class PeerStore:
 
     tier = "peer"
 
-    def __init__(self, endpoint: Endpoint, *, connections: int = 4, clock: Clock = SYSTEM, waits: bool = False) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        connections: int = 4,
+        clock: Clock = SYSTEM,
+        waits: bool = False,
+        is_patient: bool = True,
+    ) -> None:
         """Sends no request yet.
 
         Args:
@@ -75,10 +84,12 @@ class PeerStore:
             connections: Number of connections that are used at once, at most.
             clock: For waits.
             waits: True to wait for a part, and for its chunks, that the peer is still reading itself.
+            is_patient: False to take a peer for lost if it is busy, or its drain is being replaced.
         """
         self._endpoint = endpoint
         self._waits = "Prefer: wait\r\n" if waits else ""
         self._clock = clock
+        self._is_patient = is_patient
         self._turn = threading.BoundedSemaphore(connections)
         self._idle: list[_Connection] = []
         self._lost = ""
@@ -197,7 +208,7 @@ class PeerStore:
                     patience_s, why = timing.peer_back_s, str(error)
                 except (OSError, _StrangeError) as error:
                     why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else f"it answers {error}"
-            if clock.monotonic() - began >= patience_s:
+            if not self._is_patient or clock.monotonic() - began >= patience_s:
                 self._lost = self._lost or f"the peer is lost: {why}"
             else:
                 clock.sleep(timing.accept_poll_s)

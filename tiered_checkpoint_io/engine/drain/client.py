@@ -27,6 +27,7 @@ from tiered_checkpoint_io.engine.drain.status import LOG, NewOutcomes, Standstil
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.replication.replicas import leave_groups
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import DebugOnly, Logger, names_text
 from tiered_checkpoint_io.memory.node import (
@@ -84,6 +85,7 @@ class DrainRunner:
             if is_first:
                 # An earlier job may have asked for another address.
                 ask_to_serve(self._root, "")
+                leave_groups(self._root)
             if is_first and self._config.support.drain == "process":
                 self._follow(self._queue.announced())
         self.ensure()
@@ -192,6 +194,11 @@ class DrainRunner:
         return self._thread is not None
 
     @property
+    def is_replicating(self) -> bool:
+        """True if the drain is a thread that other nodes still need."""
+        return self._drain is not None and self._drain.is_replicating
+
+    @property
     def is_running(self) -> bool:
         """True if a drain runs, of this process or another."""
         if self._thread is not None and self._thread.is_alive():
@@ -293,7 +300,7 @@ class DrainHandle:
         raise self._error(f"the drain does not serve at {address}", str(root), "see its log", tier="memory")
 
     def close(self, *, timeout_s: float) -> None:
-        """Leaves the drain to itself. A thread ends after its queue is empty, or at the timeout."""
+        """Leaves the drain to itself. A thread ends once it has uploaded and replicated, or at the timeout."""
         if self.runner.is_foreign:
             return
         if self.runner.is_thread:
@@ -301,6 +308,9 @@ class DrainHandle:
                 self.flush(timeout_s)
             if self.leave_by is not None:
                 timeout_s = min(timeout_s, max(0.0, self.leave_by - self._clock.monotonic()))
+            deadline = self._clock.monotonic() + timeout_s
+            while self.runner.is_replicating and self._clock.monotonic() < deadline:
+                self._clock.sleep(self._clock.timing.wait_poll_s)
         self.runner.leave(timeout_s)
         self.queue.close()
 

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.chunks import quarantine_damaged
+from tiered_checkpoint_io.engine.replication.replicas import Replicas
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.node import MemoryFullError, write_atomic
@@ -44,6 +45,7 @@ _MAX_HEAD = 4096
 _MAX_RANGE = 1 << 30
 _SENT_AT_ONCE = 8 << 20
 _REQUEST = re.compile(rb"GET /(?:([0-9A-Za-z.-]{1,64})/(\d{1,9})(?:/(\d{1,9}|check))?)? HTTP/1\.1\r\n")
+_REPLICAS = re.compile(rb"GET /replicas/([0-9a-f]{1,32})(?:/(\d{1,9}))? HTTP/1\.1\r\n")
 _TOKEN = re.compile(rb"\r\nAuthorization: Bearer ([0-9a-f]{1,128})\r\n", re.IGNORECASE)
 _WAITS = b"\r\nPrefer: wait\r\n"
 _RANGE = re.compile(rb"\r\nRange: bytes=(\d{1,18})-(\d{1,18})\r\n", re.IGNORECASE)
@@ -74,8 +76,8 @@ def served_at(root: Path, address: str, clock: Clock) -> Endpoint | None:
     found = endpoint_of(root)
     if found is None or found.address != address or _wish(root) != address:
         return None
-    timing = replace(clock.timing, peer_silence_s=1.0, peer_back_s=0.0, peer_busy_s=0.0)
-    with contextlib.closing(PeerStore(found, clock=Clock(timing))) as store, contextlib.suppress(StoreError):
+    clock = Clock(replace(clock.timing, peer_silence_s=1.0))
+    with contextlib.closing(PeerStore(found, clock=clock, is_patient=False)) as store, contextlib.suppress(StoreError):
         store.get("")
         return found
     return None
@@ -94,8 +96,10 @@ class _RefusedError(Exception):
 class Server:
     """Server of one memory tier, once :meth:`look` has found that a trainer asks for it."""
 
-    def __init__(self, root: Path, tier: MemoryTier, logger: Logger, clock: Clock) -> None:
-        self._root, self._tier = root, tier
+    def __init__(
+        self, root: Path, tier: MemoryTier, logger: Logger, clock: Clock, replicas: Replicas | None = None
+    ) -> None:
+        self._root, self._tier, self._replicas = root, tier, replicas
         self._log, self._clock = logger, clock
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
@@ -202,7 +206,7 @@ class Server:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with contextlib.ExitStack() as held:
-                reader = _Reader(self._tier, connection, self._clock, held)
+                reader = _Reader(self._tier, self._replicas, connection, self._clock, held)
                 while request := reader.request():
                     if is_busy:
                         raise _RefusedError("503 Service Unavailable")
@@ -223,8 +227,16 @@ class Server:
 class _Reader:
     """One connection, and the part that it reads, which stays open until it reads another one."""
 
-    def __init__(self, tier: MemoryTier, connection: socket.socket, clock: Clock, held: contextlib.ExitStack) -> None:
-        self._tier, self._connection, self._clock, self._held = tier, connection, clock, held
+    def __init__(
+        self,
+        tier: MemoryTier,
+        replicas: Replicas | None,
+        connection: socket.socket,
+        clock: Clock,
+        held: contextlib.ExitStack,
+    ) -> None:
+        self._tier, self._replicas, self._connection = tier, replicas, connection
+        self._clock, self._held = clock, held
         self._name: tuple[str, int] | None = None
         self._stored: StoredPart | Incoming | None = None
         self._descriptors: list[int] = []
@@ -252,6 +264,11 @@ class _Reader:
         shown = _TOKEN.search(head)
         if not hmac.compare_digest(shown[1] if shown else b"", token):
             raise _RefusedError("401 Unauthorized")
+        if self._replicas is not None and (of_replicas := _REPLICAS.match(head)):
+            node = int(of_replicas[2]) if of_replicas[2] else None
+            found = self._replicas.answer(of_replicas[1].decode(), node)
+            self._send(_head("404 Not Found", 0) if found is None else _head("200 OK", len(found)) + found)
+            return
         asked = _REQUEST.match(head)
         if asked is None:
             raise _RefusedError("400 Bad Request")

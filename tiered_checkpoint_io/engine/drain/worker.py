@@ -19,6 +19,7 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.serving import Server
 from tiered_checkpoint_io.engine.drain.status import Reporter, shorten_log
 from tiered_checkpoint_io.engine.drain.stores import Stores
+from tiered_checkpoint_io.engine.replication.replicas import Replicas
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.node import MemoryFullError, is_lost, is_scarcity, make_folders, release, try_lock
@@ -71,7 +72,9 @@ class Drain:
         self._stores = Stores(root, open_store, self._log, clock)
         self._report = Reporter(self._queue, self._stores, clock)
         self._executor = Executor(self._tier, self._queue, self._stores, self._report, self._log, self._stop, clock)
-        self._server = Server(root, self._tier, self._log, clock) if stay or for_trainer else None
+        self._replicas = Replicas(root, self._tier, self._log, clock)
+        serves = stay or for_trainer
+        self._server = Server(root, self._tier, self._log, clock, self._replicas) if serves else None
         self._lock: int | None = None
         self._trainers: int | None = None
 
@@ -95,6 +98,7 @@ class Drain:
         finally:
             if self._server is not None:
                 self._server.close()
+            self._replicas.close()
             self._stores.close()
             release(lock)
             if self._trainers is not None:
@@ -106,6 +110,11 @@ class Drain:
     def follows(self) -> bool:
         """Returns whether to wait for the drain that holds the lock: a trainer has asked it to leave."""
         return self._for_trainer and self._queue.is_asked_to_leave(self._queue.announced())
+
+    @property
+    def is_replicating(self) -> bool:
+        """See :attr:`Replicas.is_busy`."""
+        return self._replicas.is_busy
 
     @property
     def trouble(self) -> str:
@@ -156,6 +165,7 @@ class Drain:
         """Serves this node's memory to other nodes, and stops, if a trainer asks for that; never raises."""
         if self._server is not None:
             self._server.look()
+            self._replicas.look()
         with contextlib.suppress(OSError):
             if not self._stop.is_set() and self._queue.is_asked_to_leave(self._token):
                 self._log.info("leaving to the drain of a later trainer")
@@ -170,7 +180,7 @@ class Drain:
             return True
         with contextlib.suppress(OSError, ConfigError):
             self._tier.use_spill(self._stores.config.spill_dir)
-            self._tier.place = self._stores.place
+            self._tier.place, self._replicas.keep_last = self._stores.place, self._stores.config.memory_keep_last
         # Operations of the trainer that lives, or was the last, go before those for another durable tier.
         operations = sorted(self._queue.look(self._tier), key=lambda each: each.place != self._tier.place)
         self._report.now.pending = len(operations)
@@ -216,7 +226,7 @@ class Drain:
         now = self._clock.monotonic()
         # Failing operations may be due in turn for ever.
         overdue = now - self._report.last_success > self._clock.timing.drain_give_up_s
-        if not (is_idle or overdue):
+        if not (is_idle or overdue) or self.is_replicating:
             return False
         left = {operation.op_id for operation in self._queue.look(self._tier)}
         # Permanent failures are no reason to stay: the next start may have other credentials than ours.

@@ -108,11 +108,7 @@ _NO_VALUE = "\0"
 _Requests = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]
 
 
-class PeerError(TieredCheckpointError, RuntimeError):
-    """A part did not get to another node's memory, or did not come from there."""
-
-
-class LostStoreError(PeerError):
+class LostStoreError(TieredCheckpointError, RuntimeError):
     """The store can't be asked: the rank that holds it has ended, or can't be reached."""
 
 
@@ -150,19 +146,10 @@ class StoreClient:
         found: bytes = self.ask(lambda store: store.compare_set(key, expected, value))
         return found.decode()
 
-    def add(self, key: str, count: int = 1) -> int:
-        """Counts, for all ranks together; returns the count."""
-        total: int = self.ask(lambda store: store.add(key, count))
-        return total
-
     def forget(self, *keys: str) -> None:
         """Removes keys that no rank needs any more; does nothing if the store can't remove them, or does not answer."""
         with contextlib.suppress(LostStoreError):
             self.ask(lambda store: [store.delete_key(key) for key in keys])
-
-    def connect(self) -> Any:
-        """Returns a further connection to the store."""
-        return self.ask(lambda _: self._connect())
 
     def ask(self, request: Callable[[Any], _T]) -> _T:
         """Returns the result of ``request``, a call that takes the store."""
@@ -243,7 +230,7 @@ class LeftBehindError(ConfigError):
 
 
 def enter_attempt(client: StoreClient, rank: int, token: str) -> str:
-    """Enters a rank into its attempt; PeerError if the store does not answer within a bound.
+    """Enters a rank into its attempt; LostStoreError if the store does not answer within a bound.
 
     Args:
         client: Asks the store.
@@ -371,7 +358,7 @@ class Run:
             nonlocal client
             try:
                 return client is not None and client.get(_missing_key(save_id, "durable")) is not None
-            except PeerError as error:
+            except LostStoreError as error:
                 log.warning("could not ask whether a save was given up: %s", error)
                 client = None
                 return False
@@ -440,7 +427,7 @@ class Run:
             self._client = os.getpid(), client
         try:
             return question(self._client[1])
-        except PeerError as error:
+        except LostStoreError as error:
             raise ConfigError(
                 f"the store of torch.distributed does not answer: {error.message}",
                 operation="agree",

@@ -1,8 +1,4 @@
-"""Meeting of ranks: they agree on the placement of replicas, once a process, before the first save.
-
-*Placement.* Nodes form cliques, as NVRx has them: with a factor of 2, nodes 0 and 1 keep each other's parts, then 2 and
-3. If the number of nodes does not allow cliques of equal size, the nodes form a ring: each keeps copies for as many
-others as any other does.
+"""Meeting of ranks: once a process, before the first save, they note for their drains which nodes replicate together.
 
 *Network.* Without a choice, gloo listens on the address that this host's name resolves to. On many machines that is
 127.0.1.1, or the slow one of several networks. So the interface is chosen here: the one that is configured, or that the
@@ -12,39 +8,27 @@ user's ``GLOO_SOCKET_IFNAME`` names, or the one by which this host reaches the h
 from __future__ import annotations
 
 import array
-import atexit
 import contextlib
 import fcntl
 import ipaddress
 import os
 import socket
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.ranks.coordination import (
-    RankGroup,
-    machine,
-    trains_here,
-)
-from tiered_checkpoint_io.engine.ranks.run import StoreClient
-from tiered_checkpoint_io.engine.replication.replicator import (
-    FormKey,
-    Member,
-    Replicator,
-    form_key,
-    newest_of,
-    newest_replicated,
-)
+from tiered_checkpoint_io.engine.ranks.coordination import RankGroup, machine, trains_here
+from tiered_checkpoint_io.engine.replication.agreement import Group, Node, check_machines
+from tiered_checkpoint_io.engine.replication.replicas import form_key, given_up, join
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger, of_step
 from tiered_checkpoint_io.memory.node import memory_of
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
-from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.peer import Endpoint
 
@@ -195,89 +179,37 @@ def rate_text(megabits: int) -> str:
     return f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits} Mbit/s"
 
 
-def peers_of_ranks(nodes: Sequence[str], *, factor: int) -> list[tuple[int, ...]]:
-    """Returns the ranks that keep copies of each rank's parts, by rank.
-
-    A rank's copies go to ``factor - 1`` other nodes, no two of them to the same one, and never to its own.
-    The k-th rank of a node sends to the k-th rank of its peers, as far as they have so many.
-
-    Args:
-        nodes: The machine of each rank, by rank: its memory is lost as a whole, with that of all its containers.
-        factor: Number of nodes for each part, the rank's own included.
-
-    Raises:
-        ConfigError: There are fewer machines than copies, so that two copies would be on the same one.
-    """
-    ranks: dict[str, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        ranks.setdefault(node, []).append(rank)
-    if len(ranks) < factor:
-        raise ConfigError(
-            f"replication_factor is {factor}, but the {len(nodes)} ranks are on {len(ranks)} machine(s): copies on the"
-            " same machine would be lost with it",
-            operation="replicate",
-            hint=f"use {factor} machines or more (containers on one count as one), or lower replication_factor",
-        )
-    order = list(ranks)
-    peers: list[tuple[int, ...]] = [()] * len(nodes)
-    for own, others in zip(order, node_peers(len(order), factor=factor), strict=True):
-        for position, rank in enumerate(ranks[own]):
-            there = (ranks[order[other]] for other in others)
-            peers[rank] = tuple(each[position % len(each)] for each in there)
-    return peers
-
-
-def sender_of(part: int, node: str, nodes: Sequence[str]) -> int:
-    """Returns the rank that sends its peers a part which a node holds: the part's own rank, if it runs there. If ranks
-    have moved to other nodes, or are fewer than before, the node's ranks share the remaining parts.
-
-    Args:
-        part: The part's number.
-        node: The memory of some rank.
-        nodes: The memory of each rank, by rank.
-    """
-    here = [rank for rank, each in enumerate(nodes) if each == node]
-    return part if part in here else here[part % len(here)]
-
-
-def node_peers(count: int, *, factor: int) -> list[tuple[int, ...]]:
-    """Returns the nodes that keep copies for each of ``count`` nodes; each node keeps ``factor - 1``.
-
-    Args:
-        count: Number of nodes; ``factor`` or more.
-        factor: See :func:`peers_of_ranks`.
-    """
-    if count % factor == 0:
-        # Each begins with the next of its clique, so that no member is the first choice of all others.
-        return [tuple(node - node % factor + (node + k) % factor for k in range(1, factor)) for node in range(count)]
-    # The same distances from every node make the load even.
-    return [tuple((node + k) % count for k in range(1, factor)) for node in range(count)]
-
-
 class _Member(NamedTuple):
-    """Report of one rank in the first exchange.
-
-    Attributes:
-        machine: The machine with its node's memory: both are lost together.
-        memory: Its node's memory.
-        replicas: Saves and ranks of the replicas on its node.
-        parts: Saves and ranks of its own parts.
-        newest: The newest save of its own parts.
-        replicated: The newest saves that are marked as replicated there.
-        token: A random value; the first rank's identifies this group in the store.
-    """
+    """Report of one rank in the exchange: its machine, its node's memory, the endpoint of that, and a random name."""
 
     machine: str
     memory: str
-    replicas: set[tuple[str, int]]
-    parts: set[tuple[str, int]]
-    newest: str
-    replicated: dict[FormKey, str]
+    endpoint: Endpoint | None
     token: str
 
 
+#: Number of saves that wait to be replicated; of more, the oldest may go.
+_MAX_WAITING = 2
+
+
+def awaited_in(tier: MemoryTier, urgent: bool) -> set[str]:
+    """Returns the saves of which no part may be removed, because they are replicated, or may become so.
+
+    Args:
+        tier: This node's memory.
+        urgent: True if room is needed: of the saves that are not being replicated yet, only the newest waits.
+    """
+    own, safe = tier.parts(), dict[str, str]()
+    for each in sorted((*own, *tier.replicas.parts()), key=lambda each: each.save_id):
+        if each.replicated:
+            safe[form_key(each.part)] = each.save_id
+    fresh = sorted({each.save_id for each in own if each.save_id > safe.get(form_key(each.part), "")})
+    waiting = fresh[-1:] if urgent else fresh[-_MAX_WAITING:]
+    return {*safe.values(), *waiting, *(each.save_id for each in own if each.awaited)}
+
+
 class Peering:
-    """Peers of one session: one replicator for each group of ranks that save together."""
+    """Replication, as the session of one rank sees it: its drain replicates, and marks the parts."""
 
     def __init__(
         self, config: TieredCheckpointConfig, counts: Counter[str], clock: Clock, serve: Callable[[], Endpoint | None]
@@ -290,21 +222,20 @@ class Peering:
             clock: The session's.
             serve: Has this node's drain serve its memory.
         """
-        self._serve = serve
-        self._config = config
-        self._counts = counts
-        self._clock = clock
-        self._pid = os.getpid()
-        #: Replicators by the ranks that save together, and the start of the job.
-        self._replicators: dict[object, Replicator] = {}
+        self._serve, self._config, self._counts, self._clock = serve, config, counts, clock
         self._interface_in_use: Interface | None = None
-        #: Replicator that sends the present saves.
-        self._current: Replicator | None = None
+        #: Groups of ranks that have met, each with the store of its job.
+        self._met: list[object] = []
+        self._tier: MemoryTier | None = None
+        self._log: Logger | None = None
+        self._lock = threading.Lock()
+        #: Parts that this process has saved, and whose replication is not decided; each with the time of its save.
+        self._waiting: list[tuple[StoredPart, float]] = []
 
     def meet(
         self, open_tier: Callable[[], MemoryTier], logger: Logger, process_group: Any, series: str | None = None
     ) -> None:
-        """Has the ranks agree on their peers, once, and starts replication; all call this, on the threads that train.
+        """Has the ranks agree on their peers, once; all call this, on the threads that train.
 
         Does nothing if ``replication_factor`` is 1, or these ranks have met before.
 
@@ -324,26 +255,11 @@ class Peering:
         if self._config.replication_factor == 1:
             return
         if not (dist.is_available() and dist.is_initialized()):
-            self._peers_of(["here"])
+            check_machines([Node("here", "", "", 0, "", 1)], self._config.replication_factor)
         store = dist.distributed_c10d._get_default_store()
         key = store, tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
-        if key not in self._replicators:
-            self._replicators[key] = self._meet(open_tier, logger, process_group, store, series)
-            if len(self._replicators) == 1:
-                # Threads that call into torch must have ended before the interpreter does.
-                atexit.register(self.close, self._clock.timing.replication_release_s)
-        self._current = self._replicators[key]
-
-    def _meet(
-        self,
-        open_tier: Callable[[], MemoryTier],
-        logger: Logger,
-        process_group: Any,
-        store: Any,
-        series: str | None,
-    ) -> Replicator:
-        import torch.distributed as dist
-
+        if key in self._met:
+            return
         if not trains_here():
             raise ConfigError(
                 "replication was set up from a thread",
@@ -356,66 +272,21 @@ class Peering:
         group = RankGroup(process_group, self._clock)
         group.arrive(what="the set-up of replication")
 
-        tier: MemoryTier | None = None
-        parts: list[StoredPart] = []
-
         def report() -> _Member:
-            nonlocal tier, parts
-            tier = open_tier()
+            self._log, self._tier = logger, open_tier()
             self._say_interface(store, logger)
-            self._serve()
-            parts, replicas = (_of_group(each.parts(), series) for each in (tier, tier.replicas))
-            own = [each for each in parts if each.part.rank == group.rank]
-            return _Member(
-                machine(),
-                memory_of(tier.root),
-                {(each.save_id, each.part.rank) for each in replicas},
-                {(each.save_id, each.part.rank) for each in parts},
-                "".join(each.save_id for each in own[-1:]),
-                newest_replicated([*parts, *replicas]),
-                self._clock.token(8),
-            )
+            return _Member(machine(), memory_of(self._tier.root), self._serve(), self._clock.token(8))
 
         gathered = group.all_gather(report)
-        assert tier is not None
-        own = [each for each in parts if each.part.rank == group.rank]
-        peers = self._peers_of([each.machine for each in gathered])
-        # A machine may not have learnt of replicated saves before all ended.
-        replicated = newest_of(known for each in gathered for known in each.replicated.items())
-        member = self._member(tier, store, gathered[0].token, group.rank, logger)
-        made, newest = Replicator(member, peers, self._counts, replicated), [each.newest for each in gathered]
-        for stored in own:
-            key, is_newest = (stored.save_id, group.rank), stored is own[-1]
-            was_replicated = stored.save_id in replicated.values()
-            # If all have their part of the newest, it may become replicated now.
-            counts = is_newest and not was_replicated and newest.count(stored.save_id) == stored.part.content.parts
-            lacks = any(key not in gathered[peer].replicas for peer in peers[group.rank])
-            if counts or (lacks and (is_newest or was_replicated)):
-                made.offer(stored, again=not counts)
-        for stored in self._of_others(tier, parts, gathered, group.rank):
-            was_replicated = stored.save_id in replicated.values()
-            is_newer = stored.save_id > replicated.get(form_key(stored.part), "")
-            if was_replicated or (is_newer and newest.count(stored.save_id) < stored.part.content.parts):
-                made.offer(stored, again=True)
-        return made
-
-    def _of_others(
-        self, tier: MemoryTier, parts: Sequence[StoredPart], gathered: Sequence[_Member], rank: int
-    ) -> list[StoredPart]:
-        """Returns parts that this rank sends for ranks that are elsewhere now: too few nodes have them."""
-        memories = [each.memory for each in gathered]
-        found = []
-        for stored in parts:
-            part, key = stored.part.rank, (stored.save_id, stored.part.rank)
-            copies = {each.machine for each in gathered if key in each.parts or key in each.replicas}
-            is_own = memories[part : part + 1] == [memories[rank]]
-            sends = not is_own and sender_of(part, memories[rank], memories) == rank
-            if sends and stored.part.place == tier.place and len(copies) < self._config.replication_factor:
-                found.append(stored)
-        return found
-
-    def _peers_of(self, machines: Sequence[str]) -> list[tuple[int, ...]]:
-        return peers_of_ranks(machines, factor=self._config.replication_factor)
+        nodes = [
+            Node(found[0].machine, memory, *(found[0].endpoint or ("", 0, "")), len(found))
+            for memory in dict.fromkeys(each.memory for each in gathered)
+            for found in [[each for each in gathered if each.memory == memory]]
+        ]
+        check_machines(nodes, self._config.replication_factor)
+        assert self._tier is not None
+        join(self._tier.root, Group(gathered[0].token, self._config.replication_factor, series, tuple(nodes)))
+        self._met.append(key)
 
     def _say_interface(self, store: Any, logger: Logger) -> None:
         """Logs once the network interface that serves this node's memory."""
@@ -425,56 +296,57 @@ class Peering:
             speed = rate_text(megabits_of(chosen.name))
             logger.info("replicas travel over %s%s", chosen, f", {speed}" if speed else "")
 
-    def _member(
-        self,
-        tier: MemoryTier,
-        store: Any,
-        group: str,
-        rank: int,
-        logger: Logger,
-    ) -> Member:
-        client = StoreClient(store, f"tiered-peers/{group}", timeout_s=self._clock.timing.store_answer_s)
-        return Member(tier, client, rank, self._config, logger, self._clock, self._serve)
-
     def committed(self, stored: StoredPart, logger: Logger) -> None:
         """Takes each part that is saved on this node by this process."""
         if self._config.replication_factor == 1:
             return
-        if self._current is not None:
-            self._current.offer(stored)
+        if self._met:
+            with self._lock:
+                self._waiting.append((stored, self._clock.monotonic()))
             return
-        self._counts["unreplicated"] += 1
-        logger.warning(
-            "%s%s was not replicated, only this node has it: meet_peers() was not called on the main threads",
-            of_step(stored.part.content.step),
-            stored.part.name,
-        )
+        self._warn(logger, stored, "meet_peers() was not called on the main threads")
 
-    def awaited(self, urgent: bool) -> set[str]:
-        """See :meth:`Replicator.awaited`."""
-        return set().union(*(each.awaited(urgent) for each in list(self._replicators.values())))
+    def look(self) -> None:
+        """Counts the parts whose replication is decided by now, each once; a failure is logged."""
+        tier, log = self._tier, self._log
+        if tier is None or log is None or not self._waiting:
+            return
+        with self._lock:
+            held = {(each.save_id, each.part.rank): each for each in tier.parts()}
+            safe = {form_key(each.part): each.save_id for each in held.values() if each.replicated}
+            reasons, left = given_up(tier.root), list[tuple[StoredPart, float]]()
+            for stored, since in self._waiting:
+                waited_s = self._clock.monotonic() - since
+                part, now = stored.part, held.get((stored.save_id, stored.part.rank))
+                if now is not None and now.replicated:
+                    self._counts["replicated"] += 1
+                    copies = self._config.replication_factor - 1
+                    log.info("%sreplicated %s to %d peer(s)", of_step(part.content.step), part.name, copies)
+                elif why := reasons.get(stored.save_id):
+                    self._warn(log, stored, why)
+                elif now is None or safe.get(form_key(part), "") > stored.save_id:
+                    why = "replaced by newer saves: peers or network are too slow for this save interval"
+                    self._warn(log, stored, why)
+                elif waited_s > 2 * self._clock.timing.replica_patience_s:
+                    self._warn(log, stored, f"nothing was decided within {waited_s:.0f} s: a drain does not answer")
+                else:
+                    left.append((stored, since))
+            self._waiting = left
+
+    def _warn(self, log: Logger, stored: StoredPart, why: str) -> None:
+        self._counts["unreplicated"] += 1
+        step, rank, name = of_step(stored.part.content.step), stored.part.rank, stored.part.name
+        log.warning("%srank %d's part of %s was not replicated, only this node has it: %s", step, rank, name, why)
 
     @property
     def pending(self) -> int:
         """Parts that are still on their way."""
-        return sum(each.pending for each in self._replicators.values())
+        self.look()
+        return len(self._waiting)
 
     def close(self, timeout_s: float) -> None:
-        """Sends queued parts, within the bound, and ends; :meth:`meet` may be called again."""
-        atexit.unregister(self.close)
-        if os.getpid() != self._pid:
-            # A forked child has none of the threads.
-            return
-        replicators, self._replicators, self._current = list(self._replicators.values()), {}, None
-        for each in replicators:
-            each.close(timeout_s)
-
-
-def _of_group(held: Sequence[StoredPart], series: str | None) -> list[StoredPart]:
-    """Returns the parts of the ranks that have saved a series, by their folder; all of them if it is None."""
-    return [each for each in held if series is None or _group(each.part.series_key.series) == _group(series)]
-
-
-def _group(series: str) -> str:
-    # Groups without folders differ in the rest of the name.
-    return ids.folder_of(series) or series
+        """Waits until the drains have replicated what was saved, within the bound; they continue in any case."""
+        deadline = self._clock.monotonic() + min(timeout_s, self._clock.timing.replica_patience_s)
+        while self.pending and self._clock.monotonic() < deadline:
+            self._clock.sleep(self._clock.timing.wait_poll_s)
+        self._met.clear()
