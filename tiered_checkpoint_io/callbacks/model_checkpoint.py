@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from typing_extensions import Never
 
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.callbacks.ending import NAME, EndOfTraining, Resumable, is_in_memory_alone, progress_of
@@ -24,7 +23,6 @@ from tiered_checkpoint_io.callbacks.trainer import (
     all_failed,
     check_strategy,
     failing_together,
-    if_known,
     is_below,
     of_rank_0,
     on_rank_0,
@@ -74,19 +72,12 @@ class TieredModelCheckpoint(ModelCheckpoint):
         s3_every_n_train_steps: Optimizer steps between durable checkpoints; None for the other triggers.
         save_on_train_end: Saves the last state to S3 as ``end_of_training.ckpt`` when ``fit`` ends, if the newest
             checkpoint to resume from is only in memory. Must be true in the IO's configuration too.
-        save_on_exception: An exception triggers a durable save; of Lightning 2.6 and later.
-        save_weights_only: Durable checkpoints hold only the weights. Memory steps are always complete.
-        mode: ``min`` or ``max``, the better values of ``monitor``.
-        auto_insert_metric_name: Names contain the name of each value, as ``epoch=1``.
-        every_n_train_steps: As ``s3_every_n_train_steps``; set one of them.
-        train_time_interval: Time between durable checkpoints, a timedelta.
-        every_n_epochs: Epochs between durable checkpoints; 1 if no other trigger is set.
-        save_on_train_epoch_end: Saves epochs when they end, instead of after their validation.
-        enable_version_counter: A taken name gets a version, as ``-v1``, and is not overwritten.
+        arguments: ModelCheckpoint's others. ``every_n_train_steps`` means the same as ``s3_every_n_train_steps``;
+            ``save_weights_only`` is about durable checkpoints.
 
     Raises:
-        ConfigError: A value is not allowed, or this Lightning has no ``save_on_exception``. dirpath is not a folder
-            or URL.
+        ConfigError: A value is not allowed, or this Lightning's ModelCheckpoint has no such argument. dirpath is not a
+            folder or URL.
         MisconfigurationException: Lightning refuses a value.
     """
 
@@ -104,46 +95,22 @@ class TieredModelCheckpoint(ModelCheckpoint):
         memory_every_n_train_steps: int | None = None,
         s3_every_n_train_steps: int | None = None,
         save_on_train_end: bool = True,
-        save_on_exception: bool = False,
-        save_weights_only: bool = False,
-        mode: str = "min",
-        auto_insert_metric_name: bool = True,
-        every_n_train_steps: int | None = None,
-        train_time_interval: timedelta | None = None,
-        every_n_epochs: int | None = None,
-        save_on_train_epoch_end: bool | None = None,
-        enable_version_counter: bool = True,
-        **_unknown: Never,
+        **arguments: Any,
     ) -> None:
         others = {key: "TieredCheckpointIO takes it" for key in config_keys() if key not in _KEYS}
-        known = [*inspect.signature(TieredModelCheckpoint).parameters][:-1]
-        refuse_keys_of_others(_unknown, type(self).__name__, others, known)
+        known = {**inspect.signature(ModelCheckpoint).parameters, **dict.fromkeys(_KEYS)}
+        refuse_keys_of_others(arguments, type(self).__name__, others, known)
         check_positive("memory_every_n_train_steps", memory_every_n_train_steps)
         check_positive("s3_every_n_train_steps", s3_every_n_train_steps)
         if not isinstance(save_on_train_end, bool):
             raise ConfigError(f"save_on_train_end is {save_on_train_end!r}", hint="allowed: true or false")
-        if None not in (s3_every_n_train_steps, every_n_train_steps):
-            both = "both s3_every_n_train_steps and every_n_train_steps are set"
-            raise ConfigError(both, hint="they mean the same: set one")
         if s3_every_n_train_steps is not None:
-            every_n_train_steps = s3_every_n_train_steps
-        super().__init__(
-            dirpath=None,  # upstream would open its file system
-            filename=filename,
-            monitor=monitor,
-            verbose=verbose,
-            save_last=save_last,
-            save_top_k=save_top_k,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            auto_insert_metric_name=auto_insert_metric_name,
-            every_n_train_steps=every_n_train_steps,
-            train_time_interval=train_time_interval,
-            every_n_epochs=every_n_epochs,
-            save_on_train_epoch_end=save_on_train_epoch_end,
-            enable_version_counter=enable_version_counter,
-            **if_known(save_on_exception=save_on_exception),
-        )
+            if arguments.get("every_n_train_steps") is not None:
+                both = "both s3_every_n_train_steps and every_n_train_steps are set"
+                raise ConfigError(both, hint="they mean the same: set one")
+            arguments["every_n_train_steps"] = s3_every_n_train_steps
+        # With a dirpath, upstream would open its file system.
+        super().__init__(None, filename, monitor, verbose, save_last, save_top_k, **arguments)
         self.dirpath = ids.normalize_dirpath(dirpath) if dirpath else None
         self.memory_every_n_train_steps = memory_every_n_train_steps
         self.s3_every_n_train_steps = s3_every_n_train_steps

@@ -25,9 +25,6 @@ from tiered_checkpoint_io.errors import ConfigError, DrainError, TieredCheckpoin
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 
-#: Seconds that torchrun gives its workers after SIGTERM, by default.
-_TORCHRUN_S = 30
-
 
 class Preempted(SIGTERMException):
     """Ends the script: training has stopped because the job was preempted.
@@ -114,7 +111,7 @@ class PreemptionCheckpoint(Callback):
         self.notice.install(self._session)
         self._is_stopping = False
         if trainer.is_global_zero:
-            self._warn()
+            self._warn_of_thread()
         if signal.SIGTERM in self.notice.signals:
             # Trainer composes its handler with ours; its own part may hang, see the head of this class.
             trainer._signal_connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
@@ -270,19 +267,11 @@ class PreemptionCheckpoint(Callback):
             agreement.close()
         return None if self._is_stopping else number
 
-    def _warn(self) -> None:
-        log = self._session.log
+    def _warn_of_thread(self) -> None:
         if not handles_signals():
-            log.warning(
+            self._session.log.warning(
                 "training runs on a thread other than the main one, where Python handles no signals: to stop with a"
                 " last checkpoint, call PreemptionCheckpoint.notify() when the job has to end"
-            )
-        if "TORCHELASTIC_RUN_ID" in os.environ and self.notice.grace_seconds > _TORCHRUN_S:
-            log.warning(
-                "grace_seconds is %g; torchrun kills its workers %d s after it has got SIGTERM, unless it has a longer"
-                " --shutdown-timeout; where it knows no such option, keep grace_seconds at 30",
-                self.notice.grace_seconds,
-                _TORCHRUN_S,
             )
 
 

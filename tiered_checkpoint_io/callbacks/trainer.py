@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
-from lightning import __version__ as lightning_version
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 
 from tiered_checkpoint_io.engine.ranks.coordination import portable, raise_first
@@ -139,15 +136,3 @@ def trained_weights(trainer: Trainer) -> Iterator[None]:
             ema.on_validation_start(trainer, trainer.lightning_module)
         for each in averaging:
             each.on_validation_epoch_start(trainer, trainer.lightning_module)
-
-
-def if_known(**arguments: Any) -> dict[str, Any]:
-    """Returns the arguments that this Lightning's ModelCheckpoint knows; raises ConfigError for others that are set."""
-    known = inspect.signature(ModelCheckpoint.__init__).parameters
-    for name, value in arguments.items():
-        if name not in known and value:
-            raise ConfigError(
-                f"{name} is {value!r}, but lightning {lightning_version} has no such argument of ModelCheckpoint",
-                hint=f"leave {name} out, or install a newer lightning",
-            )
-    return {name: value for name, value in arguments.items() if name in known}
