@@ -7,7 +7,6 @@ Its files are fetched first, every byte verified; torch and the reader of the re
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import logging
 import mmap
@@ -157,7 +156,7 @@ def to_torch_file(source: Source, folder: Path) -> Path:
     with local_work(), _writing(path), path.open("xb") as file:
         state = _Sharded(source, folder).state()
         try:
-            torch.save(state, _Stoppable(file, source.count))  # type: ignore[arg-type]
+            torch.save(state, file)
         except RuntimeError as error:
             # A write that fails is an error of torch's own.
             raise error.__context__ or error from None
@@ -189,7 +188,6 @@ def to_safetensors(source: Source, folder: Path, *, prefix: str | None = None) -
         tensors = {name: found[whole] for name, whole in named.items()}
         file.write(_header(tensors, source.where))
         for tensor in tensors.values():
-            source.count(0)
             plain = tensor.contiguous().resolve_conj().resolve_neg()
             file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
     return path
@@ -255,7 +253,7 @@ class _Sharded:
         self._metadata: Metadata = parse_metadata(data, tier="durable", where=f"{source.where}/{METADATA}")
         described = self._metadata.state_dict_metadata
         self.tensors = {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
-        log, files = logging.getLogger("tiered_checkpoint_io.export"), _Here(folder, source.count)
+        log, files = logging.getLogger("tiered_checkpoint_io.export"), _Here(folder)
         self._reader = PlanReader(self._metadata, files, source.trust, log)  # type: ignore[arg-type]
 
     def state(self) -> dict[str, Any]:
@@ -278,12 +276,10 @@ class _Sharded:
 class _Here:
     """Files in a folder, whole and verified, as :class:`PlanReader` asks for them."""
 
-    def __init__(self, folder: Path, count: Count) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._count = count
 
     def ensure(self, basename: str, spans: Iterable[Span]) -> memoryview:  # noqa: ARG002
-        self._count(0)
         with (self._folder / basename).open("r+b") as file:
             return _mapped(file)
 
@@ -294,17 +290,6 @@ class _Here:
 
 
 # ------------------------------------------------------------------------------------------- files
-class _Stoppable(io.RawIOBase):
-    """A file whose writes raise once the command is to end."""
-
-    def __init__(self, file: BinaryIO, count: Count) -> None:
-        self._file, self._count = file, count
-
-    def write(self, data: Any) -> int:
-        self._count(0)
-        return self._file.write(data)
-
-
 @contextlib.contextmanager
 def folder_for(target: Path) -> Iterator[Path]:
     """Makes a hidden folder on the file system of a target, and removes it with all that is in it."""

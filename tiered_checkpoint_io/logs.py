@@ -160,8 +160,7 @@ class _Console(_StreamHandler):
 class _JobFile(logging.handlers.WatchedFileHandler):
     """``{namespace}_checkpointing.log``, made again if it was moved away; other jobs here have files of their own.
 
-    If the file can't be written, as on a full disk, training continues and lines are lost; each time that this begins,
-    one line on stderr says so.
+    If the file can't be written, as on a full disk, training continues and lines are lost; one line on stderr says so.
 
     Attributes:
         users: The loggers that it was opened for, as long as anything holds them.
@@ -169,8 +168,7 @@ class _JobFile(logging.handlers.WatchedFileHandler):
 
     def __init__(self, path: str, namespace: str) -> None:
         super().__init__(path)
-        #: Since it could be written last.
-        self._failures = 0
+        self._has_lost = False
         self.setFormatter(_formatter())
         self.addFilter(lambda record: getattr(record, "namespace", namespace) == namespace)
         self.users: weakref.WeakSet[CheckpointLogger] = weakref.WeakSet()
@@ -180,32 +178,16 @@ class _JobFile(logging.handlers.WatchedFileHandler):
         return super()._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        failures = self._failures
         try:
             super().emit(record)
-        except OSError as error:
+        except OSError:
             # The file can't be made again just now, for example because no descriptor is left.
-            self._lose(error)
-        if self._failures == failures:
-            self._failures = 0
+            self.handleError(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            self._lose(error)
-        else:
-            super().handleError(record)
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except OSError as error:
-            self._lose(error)
-
-    def _lose(self, error: OSError) -> None:
-        self._failures += 1
-        if self._failures == 1 and sys.stderr is not None:
-            text = f"{_NAME}: can't write the log {self.baseFilename}, and leaves lines out until it can: {error}"
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
+        if not self._has_lost and sys.stderr is not None:
+            self._has_lost = True
+            text = f"{_NAME}: can't write the log {self.baseFilename}, and leaves lines out: {sys.exc_info()[1]}"
             with contextlib.suppress(OSError):
                 print(text, file=sys.stderr)
 

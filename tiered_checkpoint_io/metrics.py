@@ -136,11 +136,6 @@ CATALOG: tuple[Metric, ...] = (
         "The step of the newest checkpoint that is also in the memory of other nodes.",
         lambda look: _known(look.replicated_step),
     ),
-    _gauge(
-        "replication_lag_steps",
-        "By how many steps that is behind the newest checkpoint in memory.",
-        lambda look: max(0, look.memory_step - look.replicated_step) if look.replicated_step >= 0 else None,
-    ),
     _counter(
         "saves",
         "Saves of this node's first rank, by where they go.",
@@ -148,7 +143,6 @@ CATALOG: tuple[Metric, ...] = (
         "tier",
     ),
     _counter("stall_seconds", "Time for which training waited for saves.", lambda look: look.totals.stall_s),
-    _gauge("last_stall_seconds", "The same for the last save.", lambda look: look.totals.last_stall_s),
     _counter("capture_seconds", "Of that time, how long states were copied.", lambda look: look.totals.capture_s),
     _counter(
         "skipped",
@@ -161,17 +155,11 @@ CATALOG: tuple[Metric, ...] = (
         lambda look: look.totals.failed,
     ),
     _counter(
-        "other_failures",
-        "Aliases, copies, deletes and retention that failed; each attempt counts.",
-        lambda look: look.totals.failed_other,
-    ),
-    _counter(
         "uploads",
         "Checkpoints, or this node's parts of them, that were uploaded.",
         lambda look: look.totals.uploads,
     ),
     _counter("uploaded_bytes", "Bytes of these.", lambda look: look.totals.uploaded_bytes),
-    _counter("upload_seconds", "Time that their uploads took.", lambda look: look.totals.upload_s),
     _counter(
         "request_retries",
         "Requests to the durable tier that the drain repeated since it started.",
