@@ -100,8 +100,9 @@ def test_a_dry_run_warns_of_what_would_be_lost_and_yes_deletes_it(node, prepare,
         told.stderr
     )
     assert sorted(node.root.rglob("part.json")) == before
-    unread = document_of("clean", clean(node, "--json"))["unreadable"]
-    assert ["JSON" in each["error"] or "version" in each["error"] for each in unread] == [True] * ("can't be" in said)
+    rows = document_of("clean", clean(node, "--json"))["checkpoints"]
+    unread = [each["error"] for each in rows if each["error"]]
+    assert ["JSON" in each or "version" in each for each in unread] == [True] * ("can't be" in said)
     done = clean(node, "--yes")
     assert (done.exit_code, "ckpt" in done.stdout, node.root.exists()) == (0, True, False), done.exception
 

@@ -34,7 +34,7 @@ def test_a_restart_of_the_job_reads_from_memory(run, memory_dir):
     """The job looks only in its own namespace, which the manifest names."""
     done = command("get", run, "--memory-dir", memory_dir, "--json")
     document = document_of("get", done)
-    assert (done.exit_code, document["name"], document["step"], document["ranks"]) == (0, "step=5.ckpt", 5, [0])
+    assert (done.exit_code, document["name"], document["step"]) == (0, "step=5.ckpt", 5)
     io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, namespace="gpt-1")
     state = io.load_checkpoint("tiered:latest")
     assert io.checkpointer.restored.tier == "memory"
@@ -63,13 +63,6 @@ def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_f
     assert {path.name for path in to.rglob("*") if path.is_file()} == {
         path.name for path in (tmp_path / "run").glob("a" if kind == "full" else "a/*") if "00000002" not in path.name
     }
-    if kind == "sharded":
-        # Another node fetches only its part, which exists twice: it must be of the same save.
-        done = command(*line, "--namespace", "other", "--rank", "1", "--json")
-        document = json.loads(done.stdout)
-        assert (done.exit_code, document["step"], document["ranks"]) == (0, 1, [1]), done.exception
-        assert [each.part.rank for each in MemoryTier(namespace_root(memory_dir, "other")).parts()] == [1]
-        assert command(*line, "--rank", "2").exit_code == 2
     # The second try has changed over, and the manifest does not say so yet.
     switch = tmp_path / "run" / ("a" if kind == "full" else "a/.metadata")
     before = switch.read_bytes()
@@ -119,7 +112,7 @@ def test_what_goes_wrong(run, memory_dir, tmp_path):
     assert isinstance(command("get", run, "never.ckpt").exception, CheckpointNotFoundError)
     x = str(tmp_path / "x")
     wrong = [["--namespace", "../x"], ["--yes"], ["step=5.ckpt", x, "--prefix", "a."]]
-    wrong += [["step=5.ckpt", f"{x}.pt", "--rank", "0"]]
+    wrong += [["step=5.ckpt", f"{x}.pt", "--namespace", "x"]]
     for arguments in wrong:
         assert command("get", run, *arguments).exit_code == 2, arguments
     damaged = tmp_path / "run" / "step=5.ckpt"

@@ -38,22 +38,18 @@ _USED = "a trainer or drain uses it"
 
 @dataclass(frozen=True)
 class Going:
-    """A save in this node's memory that goes: the number of its parts here, and their bytes."""
+    """A save in this node's memory that goes: the number of its parts here, and their bytes.
+
+    With an error, an unreadable part, named by its folder: unknown if it is needed.
+    """
 
     name: str
-    dirpath: str
-    save_id: str
-    step: int | None
-    parts: int
-    size_bytes: int
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """An unreadable part that is to be deleted: unknown if it is needed."""
-
-    folder: Path
-    error: str
+    dirpath: str = ""
+    save_id: str = ""
+    step: int | None = None
+    parts: int = 1
+    size_bytes: int = 0
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,26 +95,27 @@ class Clean(Output, Node):
         for save in reversed(saves_of(parts)):
             step, save_id = ids.known(save.content.step), save.content.save_id
             rows.append(Going(save.name, save.place.dirpath, save_id, step, len(save.parts), save.size))
+        rows += unread
         if self.as_json:
-            found = {"warnings": warnings, "checkpoints": rows, "unreadable": unread}
-            write_json("clean", {"root": root, "dry_run": not self.yes, **found})
+            document = {"root": root, "dry_run": not self.yes, "warnings": warnings, "checkpoints": rows}
+            write_json("clean", document)
         elif not folders:
             say(f"nothing in memory at {root}, and no spill of it is known")
         else:
-            _show(rows, unread, folders, warnings, yes=self.yes)
+            _show(rows, folders, warnings, yes=self.yes)
         raise typer.Exit(1 if warnings else 0)
 
 
-def _held(tiers: Iterable[MemoryTier]) -> tuple[list[StoredPart], list[Unreadable]]:
+def _held(tiers: Iterable[MemoryTier]) -> tuple[list[StoredPart], list[Going]]:
     """Returns all parts in memory and in the spill, replicas too; a root may be half cleaned away, or gone."""
     parts: list[StoredPart] = []
-    unread: list[Unreadable] = []
+    unread: list[Going] = []
     for each in tiers:
         with contextlib.suppress(FileNotFoundError):
             parts += each.parts()
-            unread += [Unreadable(folder, str(error)) for folder, error in each.damaged()]
+            unread += [Going(str(folder), error=str(error)) for folder, error in each.damaged()]
     parts.sort(key=lambda stored: (stored.save_id, stored.part.rank))
-    return parts, sorted(unread, key=lambda each: each.folder)
+    return parts, sorted(unread, key=lambda each: each.name)
 
 
 def _is_used(root: Path, held: contextlib.ExitStack) -> bool:
@@ -137,22 +134,20 @@ def _is_used(root: Path, held: contextlib.ExitStack) -> bool:
     return False
 
 
-def _show(
-    rows: Sequence[Going],
-    unread: Sequence[Unreadable],
-    folders: Sequence[Path],
-    warnings: Sequence[str],
-    *,
-    yes: bool,
-) -> None:
-    lost = [Going(str(each.folder), "", "", None, 1, 0) for each in unread]
-    notes = {str(each.folder): f"can't be read: {each.error}" for each in unread}
-    size: Columns = {"size": lambda each: "" if each.name in notes else size_text(each.size_bytes)}
-    note: Columns = {"note": lambda each: notes.get(each.name, "")}
-    show([*rows, *lost], {"name": "name", "step": "step", "parts": "parts", **size, **note})
+_COLUMNS: Columns = {
+    "name": "name",
+    "step": "step",
+    "parts": "parts",
+    "size": lambda each: "" if each.error else size_text(each.size_bytes),
+    "note": lambda each: f"can't be read: {each.error}" if each.error else "",
+}
+
+
+def _show(rows: Sequence[Going], folders: Sequence[Path], warnings: Sequence[str], *, yes: bool) -> None:
+    show(rows, _COLUMNS)
     for warning in warnings:
         say(f"warning: {warning}", err=True)
-    count = _count(sum(each.parts for each in (*rows, *lost)), "part")
+    count = _count(sum(each.parts for each in rows), "part")
     what = f"{count}, {size_text(sum(each.size_bytes for each in rows))}, and {', '.join(map(str, folders))}"
     say(f"removed {what}" if yes else f"{what} would go; delete with --yes")
 
@@ -172,7 +167,7 @@ def _warnings(
     root: Path,
     config: TieredCheckpointConfig | None,
     parts: Sequence[StoredPart],
-    unread: Sequence[Unreadable],
+    unread: Sequence[Going],
     *,
     is_used: bool,
 ) -> list[str]:

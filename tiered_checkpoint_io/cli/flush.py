@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, claimed
+from tiered_checkpoint_io.cli.listing import columns_of
 from tiered_checkpoint_io.cli.options import Name, Node, Output
-from tiered_checkpoint_io.cli.output import INTERRUPTED, Columns, say, show, write_json
+from tiered_checkpoint_io.cli.output import INTERRUPTED, say, show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY
@@ -27,9 +29,9 @@ from tiered_checkpoint_io.engine.leasing import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     DrainError,
-    StoreNotFoundError,
     TieredCheckpointError,
 )
+from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, read
 from tiered_checkpoint_io.inventory.node import (
     HeldSave,
     Unit,
@@ -37,9 +39,11 @@ from tiered_checkpoint_io.inventory.node import (
     existing,
     has_trainer,
     held_part,
+    look_at,
     owned,
     to_flush,
 )
+from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Look
 from tiered_checkpoint_io.logs import get_logger
 from tiered_checkpoint_io.memory.node import is_locked, write_atomic
 from tiered_checkpoint_io.memory.parts import mark_durable
@@ -50,44 +54,14 @@ from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores import Store, config_at
 
-#: So many ranks are named in a line.
-_NAMED = 16
-
-FlushState = Literal["durable", "uploaded", "queued", "not_durable"]
-
-
-@dataclass(frozen=True, slots=True)
-class FlushedSave:
-    """The state of a save after a flush.
-
-    Attributes:
-        name: The checkpoint.
-        dirpath: Its durable tier.
-        step: The training step; None if it is not known.
-        state: ``uploaded``: this node has sent its parts; the parts of other nodes are missing.
-        ranks: Ranks whose parts this node has.
-        missing_ranks: Ranks whose parts other nodes have.
-        size_bytes: Bytes of the parts that this node has.
-        error: The reason if it is not durable.
-    """
-
-    name: str
-    dirpath: str
-    step: int | None
-    state: FlushState
-    ranks: Sequence[int]
-    missing_ranks: Sequence[int]
-    size_bytes: int
-    error: str | None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Flush(Output, Node):
     """Uploads checkpoints that only this node's memory has: before the node goes, or as a sidecar by --stay.
 
     Uploads the newest resumable checkpoint of each payload (full, sharded, local) and everything queued, whether the
-    trainer is alive or not. If the newest is damaged, also uploads the one before and exits with 1. Averages and the
-    checkpoints of other process groups go with the checkpoint of the same step. The running drain does the upload, or
+    trainer is alive or not. If the newest is damaged, also uploads the one before and exits with 1. Other checkpoints
+    of the same step, such as those of other process groups, go with it. The running drain does the upload, or
     a new one, which continues if this command is interrupted. If the parts of a checkpoint are on several nodes, run
     this on each of them. Refused while a run of another job writes to the same dirpath.
     """
@@ -125,7 +99,7 @@ class Flush(Output, Node):
             document = {"flushed": done.is_good, "checkpoints": done.rows, "errors": done.failures}
             write_json("flush", {"namespace": root.name, **document})
         else:
-            show(done.rows, _COLUMNS)
+            show(done.rows, columns_of(done.rows, with_dirpath=True))
             for line in done.failures:
                 say(f"error: {line}", err=True)
         if done.error is not None:
@@ -148,7 +122,7 @@ class _Flush:
 
     Attributes:
         rows: The state of each save.
-        failures: Errors of other operations that failed meanwhile.
+        failures: Errors of operations that failed meanwhile.
         error: The reason why not all is uploaded.
         is_good: True if all is uploaded that had to be.
     """
@@ -170,55 +144,43 @@ class _Flush:
         place = self._saves[0].place if self._saves else queued[0].place
         self._config = _config(root, place)
         self._before = set(self._queue.outcomes())
-        self.rows, self.failures = list[FlushedSave](), list[str]()
+        self.rows, self.failures = list[CheckpointInfo](), list[str]()
         self.error: DrainError | None = None
         self.is_good = False
 
     def run(self, timeout: float) -> None:
         """Uploads the saves and the queue; ``timeout`` is for all of it."""
         began, tried = SYSTEM.monotonic(), list[HeldSave]()
-        damaged: set[str] = set()
         lost: set[Unit] = set()
         with contextlib.ExitStack() as held:
             for place in sorted({save.place for save in self._saves}, key=str):
                 if _is_another_jobs(self._config, place, self._root.name):
                     held.enter_context(claimed(config_at(self._config, place), threading.Event(), place.dirpath))
             saves = self._saves
-            while True:
+            # The queue is uploaded too, if no save is chosen.
+            while saves or not tried:
                 _mark(self._config, self._tier, self._queue, saves)
-                left_s = max(1.0, timeout - (SYSTEM.monotonic() - began))
-                self.error = _upload(self._tier, self._config, left_s)
-                self.rows += [_row(self._config, self._tier, self._queue, save) for save in saves]
+                self.error = _upload(self._tier, self._config, max(1.0, timeout - (SYSTEM.monotonic() - began)))
                 tried += saves
-                # The drain has found that its bytes in memory differ from the saved ones.
+                # The drain has found that its bytes in memory differ from the saved ones, and put it into quarantine.
                 ended = {each.op_id for each in self._queue.outcomes() if each.error_type == DAMAGED_IN_MEMORY}
-                found = {save.content.save_id for save in saves if any(each.op_id in ended for each in save.parts)}
-                damaged |= found
-                lost |= {save.unit for save in saves if save.content.save_id in found}
-                if self.error is not None or not found or not self._is_choice:
+                damaged = {save.unit for save in saves if any(each.op_id in ended for each in save.parts)}
+                lost |= damaged
+                if self.error is not None or not damaged or not self._is_choice:
                     break
-                # The damaged one is in quarantine now: another one is the newest.
                 known = {save.content.save_id for save in tried}
                 saves = [s for s in to_flush(self._tier.parts(), without=lost) if s.content.save_id not in known]
-                if not saves:
-                    break
-        self._judge(tried, damaged)
-
-    def _judge(self, tried: Sequence[HeldSave], damaged: Collection[str]) -> None:
-        pairs = zip(tried, self.rows, strict=True)
-        there = {save.content.save_id for save, row in pairs if row.state in ("durable", "uploaded")}
+        self.rows = _rows(self._config, self._root, tried, asks=self.error is None)
         # An operation that is still queued is tried again.
-        said = {each.op_id for save in tried for each in save.parts}
-        said |= {each.op_id for each in self._queue.look(self._tier)}
+        queued = {each.op_id for each in self._queue.look(self._tier)}
         last = {each.op_id: each for each in self._queue.outcomes() if each not in self._before}
-        self.failures = [
-            f"{each.action} of {each.name} failed: {each.error}"
-            for each in last.values()
-            if each.state == "failed" and each.op_id not in said
-        ]
-        groups = by_payload(tried) or ([list(tried)] if tried else [])
+        failed = [each for each in last.values() if each.state == "failed" and each.op_id not in queued]
+        self.failures = [f"{each.action} of {each.name} failed: {each.error}" for each in failed]
+        # An incomplete one was sent; other nodes send the rest.
+        there = {row.save_id for row in self.rows if row.state in ("durable", "incomplete")}
+        groups = by_payload(tried) or ([tried] if tried else [])
         is_there = all(any(save.content.save_id in there for save in group) for group in groups)
-        self.is_good = self.error is None and not damaged and not self.failures and is_there
+        self.is_good = self.error is None and not lost and not failed and is_there
 
 
 def _config(root: Path, place: Place) -> TieredCheckpointConfig:
@@ -253,28 +215,22 @@ def _is_another_jobs(config: TieredCheckpointConfig, place: Place, namespace: st
 
 def _mark(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, saves: Sequence[HeldSave]) -> None:
     """Makes the drain upload the parts that it would leave in memory."""
+    known = queue.outcomes()
     for save in saves:
-        is_lost = _is_lost(config, tier, queue, save)
+        states = {held_part(tier, each, known).state for each in save.parts}
+        is_gone = False
+        if "durable" in states <= {"durable", "sent"}:
+            # A durable tier that can't be asked is reported at the end.
+            with contextlib.suppress(TieredCheckpointError):
+                is_gone = _manifest(config, save) is None
         for stored in save.parts:
             outcome = queue.outcome(stored.op_id)
             is_given_up = stored.drained and outcome is not None and outcome.state == "skipped"
-            if not stored.part.durable or is_given_up or is_lost:
+            if not stored.part.durable or is_given_up or is_gone:
                 # One that retention removes right now is not there any more: said at the end.
                 with contextlib.suppress(CheckpointNotFoundError):
                     mark_durable(stored)
     queue.ring()
-
-
-def _is_lost(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> bool:
-    """Returns True if this node committed a save that was deleted, for example because the bucket was emptied."""
-    known = queue.outcomes()
-    last = [held_part(tier, each, known).outcome for each in save.parts]
-    if not save.commits or any(each is None or each.action == "delete" or each.state != "committed" for each in last):
-        return False
-    # A durable tier that can't be asked is reported at the end.
-    with contextlib.suppress(TieredCheckpointError):
-        return _manifest(config, save) is None
-    return False
 
 
 def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float) -> DrainError | None:
@@ -297,85 +253,22 @@ def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float) ->
     return None
 
 
-def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> FlushedSave:
-    """Returns the outcome of a save."""
-    pending = {each.op_id for each in queue.look(tier)}
-    outcomes = [queue.outcome(each.op_id) for each in save.parts]
-    known = queue.outcomes()
-    last = [held_part(tier, each, known).outcome for each in save.parts]
-    error = next((each.error for each in outcomes if each is not None and each.state != "committed"), "")
-    state: FlushState
-    if any(each.op_id in pending for each in save.parts):
-        state = "queued"
-    elif any(each is not None and each.state != "committed" for each in outcomes):
-        state = "not_durable"
-    elif any(each is not None and each.action == "delete" for each in last):
-        state, error = _asked(config, save, "it was deleted from the durable tier")
-    else:
-        state, error = _asked(config, save, "it is neither in memory nor on the durable tier any more")
-    return FlushedSave(
-        name=save.name,
-        dirpath=save.place.dirpath,
-        step=ids.known(save.content.step),
-        state=state,
-        ranks=sorted(each.part.rank for each in save.parts),
-        missing_ranks=save.missing,
-        size_bytes=save.size,
-        error=error or None,
-    )
+def _rows(config: TieredCheckpointConfig, root: Path, saves: Sequence[HeldSave], *, asks: bool) -> list[CheckpointInfo]:
+    """Returns a row for each save, as a look at both tiers finds it; without ``asks``, only at memory."""
+    rows: list[CheckpointInfo] = []
+    node, wanted = [look_at(root)], {save.content.save_id for save in saves}
+    for place in sorted({save.place for save in saves}, key=str):
+        names = sorted({save.name for save in saves if save.place == place})
+        found: list[DurableCheckpoint] | None = None
+        if asks:
+            found = ask(config_at(config, place), partial(_read_all, names))
+        rows += [row for row in Look(place, node, found).checkpoints if row.save_id in wanted]
+    return rows
 
 
-def _asked(config: TieredCheckpointConfig, save: HeldSave, why: str) -> tuple[FlushState, str]:
-    """Returns the durable tier's answer about a save whose parts here were sent; ``why`` it may not have it."""
-    try:
-        manifest = _manifest(config, save)
-        is_sent = manifest is not None or not save.missing or _has_parts(config, save)
-    except TieredCheckpointError as error:
-        return "uploaded", f"could not check whether it is committed: {error.message}"
-    if manifest is not None and manifest.settled.save_id == save.content.save_id:
-        return "durable", ""
-    if manifest is not None and manifest.content.save_id == save.content.save_id:
-        # The coordinator's drain is just sending its last file.
-        return "uploaded", ""
-    if manifest is not None:
-        return "not_durable", "another save has its name on the durable tier"
-    if not is_sent:
-        return "not_durable", "its parts are not there any more: another node has deleted it, or the bucket was emptied"
-    if save.missing:
-        return "uploaded", ""
-    return "not_durable", why
-
-
-def _has_parts(config: TieredCheckpointConfig, save: HeldSave) -> bool:
-    """Returns True if the durable tier has the descriptions of all parts of this node."""
-
-    def look(store: Store) -> bool:
-        try:
-            return all(store.size(ids.description_key(each.save_id, each.part.rank)) for each in save.parts)
-        except StoreNotFoundError:
-            return False
-
-    return ask(config_at(config, save.place), look, save.place.dirpath)
+def _read_all(names: Sequence[str], store: Store) -> list[DurableCheckpoint]:
+    return [each for each in [read(store, name) for name in names] if each.is_there]
 
 
 def _manifest(config: TieredCheckpointConfig, save: HeldSave) -> Manifest | None:
     return ask(config_at(config, save.place), lambda store: read_if_there(store, save.name), save.place.dirpath)
-
-
-def _note(row: FlushedSave) -> str:
-    notes = [row.error] if row.error else []
-    missing = row.missing_ranks
-    if missing and row.state != "durable":
-        ranks = ", ".join(map(str, missing[:_NAMED])) + (" ..." if len(missing) > _NAMED else "")
-        notes.append(f"the parts of ranks {ranks} are not on this node: run tiered-ckpt flush on theirs")
-    return "; ".join(notes)
-
-
-_COLUMNS: Columns = {
-    "name": "name",
-    "step": "step",
-    "size": "size_bytes",
-    "state": lambda row: row.state.replace("_", " "),
-    "dirpath": "dirpath",
-    "note": _note,
-}

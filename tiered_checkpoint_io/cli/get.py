@@ -22,10 +22,11 @@ from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MemoryTierError,
+    StoreError,
     StoreNotFoundError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.inventory.durable import find, read_unchanged
+from tiered_checkpoint_io.inventory.durable import find, read
 from tiered_checkpoint_io.inventory.rows import File
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.node import MemoryFullError, node_budget
@@ -39,6 +40,8 @@ from tiered_checkpoint_io.stores.retry import local_work, moving
 if TYPE_CHECKING:
     from tiered_checkpoint_io.export import Source
 
+#: So often a checkpoint is read that a run removes or overwrites meanwhile.
+_TRIES = 3
 Form = Literal["files", "torch", "safetensors"]
 #: The forms of files by the suffix of TO.
 _FORMS: dict[str, Form] = {
@@ -69,9 +72,6 @@ class Get(Output, Server, Node):
     ] = None
     trust: Annotated[bool, typer.Option("--trust", help="Allow objects that may run code when loaded.")] = False
     yes: Annotated[bool, typer.Option("--yes", help="Replace files that exist.")] = False
-    rank: Annotated[
-        list[int] | None, typer.Option(min=0, metavar="RANK", help="Only the part of this rank; may be repeated.")
-    ] = None
     namespace: Annotated[
         str | None, typer.Option(metavar="NAME", help="By default the namespace that saved the checkpoint.")
     ] = None
@@ -110,8 +110,8 @@ class Get(Output, Server, Node):
         """Raises BadParameter for options that do not belong together."""
         if (self.to is None and self.yes) or (self.form != "safetensors" and self.prefix is not None):
             raise typer.BadParameter("--yes needs TO, and --prefix needs safetensors")
-        if self.form != "files" and (self.rank or self.namespace is not None):
-            raise typer.BadParameter(f"--rank and --namespace are not for {self.form}")
+        if self.form != "files" and self.namespace is not None:
+            raise typer.BadParameter(f"--namespace is not for {self.form}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,6 @@ class Got:
         namespace: The namespace of node memory that has it; None for files.
         folder: The folder of its files as saved; None for others.
         fetched_size_bytes: Bytes that were read; 0 if node memory had all of it.
-        ranks: Ranks whose parts were asked for.
         files: The torch file, or safetensors.
     """
 
@@ -135,7 +134,6 @@ class Got:
     namespace: str | None
     folder: Path | None
     fetched_size_bytes: int
-    ranks: Sequence[int]
     files: Sequence[File]
 
 
@@ -147,7 +145,7 @@ class _Fetch:
     Attributes:
         config: The durable tier, and node memory.
         wanted: The checkpoint's name, or ``tiered:latest``.
-        options: The ranks, and node memory or files.
+        options: Node memory or files, and their form.
         stop: Ends it.
         folder: The folder for all files that are made; None for node memory.
     """
@@ -168,29 +166,39 @@ class _Fetch:
             SaveError: A file exists already, or can't be written.
             StoreError: A run removed or overwrote it, each time that it was read.
         """
-
-        def look() -> tuple[Manifest, Manifest]:
+        for left in reversed(range(_TRIES)):
             manifest = _find(store, self.wanted)
-            return manifest, manifest
+            try:
+                return self._fetched(store, manifest)
+            except (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError) as error:
+                if read(store, manifest.name).manifest == manifest:
+                    raise
+                if not left:
+                    raise StoreError(
+                        f"{manifest.name} was removed or overwritten while it was read",
+                        operation="get",
+                        key=ids.join_url(store.url, manifest.name),
+                        hint="try again, or take one that the retention of its run keeps",
+                        reason="changed",
+                    ) from error
+        raise AssertionError("unreachable")
 
-        def work(manifest: Manifest) -> Got:
-            errors: list[TieredCheckpointError] = []
-            for content in contents_there(store, manifest):
-                try:
-                    return self._content(store, manifest.name, content)
-                except (CorruptCheckpointError, StoreNotFoundError, MemoryFullError) as error:
-                    errors.append(error)
-            # The one without room may be the one that is intact.
-            raise next((each for each in errors if isinstance(each, MemoryFullError)), errors[0])
-
-        return read_unchanged(store, look, work, operation="get")
+    def _fetched(self, store: Store, manifest: Manifest) -> Got:
+        errors: list[TieredCheckpointError] = []
+        for content in contents_there(store, manifest):
+            try:
+                return self._content(store, manifest.name, content)
+            except (CorruptCheckpointError, StoreNotFoundError, MemoryFullError) as error:
+                errors.append(error)
+        # The one without room may be the one that is intact.
+        raise next((each for each in errors if isinstance(each, MemoryFullError)), errors[0])
 
     def _content(self, store: Store, name: str, content: Content) -> Got:
         from tiered_checkpoint_io.engine.trust import Trust
         from tiered_checkpoint_io.export import Source
 
         to, options, config, is_file = self.options.to, self.options, self.config, self.options.form != "files"
-        parts = fetched = _parts(config, store, name, content, options.rank or ())
+        parts = fetched = _parts(config, store, name, content)
         namespace, tier = None, None
         if to is None:
             # A restart looks only in the namespace of its job.
@@ -211,10 +219,8 @@ class _Fetch:
             entries.sort(key=lambda each: each.basename == content.switch)
             self._to_files(source, to)
         files = [File(str(to), to.stat().st_size)] if is_file and to is not None else []
-        ranks = [] if is_file else [part.rank for part in parts]
-        return Got(
-            name, config.dirpath, ids.known(content.step), namespace, None if is_file else to, size, ranks, files
-        )
+        folder = None if is_file else to
+        return Got(name, config.dirpath, ids.known(content.step), namespace, folder, size, files)
 
     def _to_files(self, source: Source, to: Path) -> None:
         from tiered_checkpoint_io.export import give_names, refuse_existing, to_safetensors, to_torch_file
@@ -242,16 +248,10 @@ def _find(store: Store, wanted: str) -> Manifest:
     return found
 
 
-def _parts(
-    config: TieredCheckpointConfig, store: Store, name: str, content: Content, ranks: Sequence[int]
-) -> list[Part]:
-    """Returns the parts of a checkpoint that are asked for, as memory holds them."""
-    place = place_of(config)
-    files, there = files_of(store, content), range(content.parts)
-    if content.parts == 1:
-        there = range(max(content.coordinator, 0), max(content.coordinator, 0) + 1)
-    elif unknown := [rank for rank in ranks if rank not in there]:
-        raise typer.BadParameter(f"--rank {unknown[0]}: {name} has {content.parts} parts, from rank 0 on")
+def _parts(config: TieredCheckpointConfig, store: Store, name: str, content: Content) -> list[Part]:
+    """Returns the parts of a checkpoint, as memory holds them."""
+    place, files = place_of(config), files_of(store, content)
+    first = max(content.coordinator, 0) if content.parts == 1 else 0
     return [
         Part(
             name,
@@ -262,8 +262,7 @@ def _parts(
             server=place.server,
             series=content.series_at(name),
         )
-        for rank in there
-        if content.parts == 1 or not ranks or rank in ranks
+        for rank in range(first, first + content.parts)
     ]
 
 

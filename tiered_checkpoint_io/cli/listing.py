@@ -12,7 +12,7 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import AnyDirpath, Memory, Name, Output, Server, name_of
 from tiered_checkpoint_io.cli.output import Columns, say, show, write_json
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, without_secrets
-from tiered_checkpoint_io.inventory.node import PartState, look_at_node, places_of
+from tiered_checkpoint_io.inventory.node import look_at_node, places_of
 from tiered_checkpoint_io.inventory.rows import CheckpointInfo, CheckpointState, Details, Look, Tiers, details_of, iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
@@ -20,14 +20,6 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 _DAMAGED = ("corrupt", "newer_release")
 _STATES: dict[CheckpointState, str] = {"memory_only": "memory only", "newer_release": "of a newer release"}
-#: The state of a part in node memory, for people.
-_PART_STATES: dict[PartState, str] = {
-    "waiting": "waits for the durable tier",
-    "durable": "uploaded",
-    "sent": "part sent",
-    "unknown": "not known here",
-    "memory_only": "memory only",
-}
 #: Limit of an age in one unit, seconds, the length of the unit, and its name.
 _UNITS = ((120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"), 86400, "d"))
 
@@ -192,18 +184,7 @@ def _show_details(info: Details, names: Mapping[str, str]) -> None:
             say(f"{what}: {value}")
     if info.held_parts:
         say("Parts on this node:")
-        show(info.held_parts, _PARTS)
+        show(info.held_parts, {each: each for each in ("rank", "tier", "size_bytes", "state", "namespace", "folder")})
     if info.files:
         say("Files:")
         show(info.files, {"path": "path", "size": "size_bytes"})
-
-
-_PARTS: Columns = {
-    "rank": "rank",
-    "tier": "tier",
-    "size": "size_bytes",
-    "state": lambda part: _PART_STATES[part.state],
-    "replicated": "is_replicated",
-    "namespace": "namespace",
-    "folder": "folder",
-}

@@ -69,6 +69,8 @@ def as_json(value: Any) -> Any:
     """Returns the same for JSON: times as ISO 8601 (UTC), and null for a number that is not finite."""
     if is_dataclass(value):
         return {each.name: as_json(getattr(value, each.name)) for each in fields(value) if each.repr}
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, Mapping):
         return {key: as_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, claimed
 from tiered_checkpoint_io.cli.options import Dirpath, Output, Server, wrong_use
-from tiered_checkpoint_io.cli.output import INTERRUPTED, Columns, say, show, write_json
+from tiered_checkpoint_io.cli.output import INTERRUPTED, Columns, as_json, say, show, write_json
 from tiered_checkpoint_io.engine.drain.process import ended_by_signal
 from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text, remove_all
 from tiered_checkpoint_io.engine.durable.sweep import RemovalAttempt, Survey, sweep
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
-from tiered_checkpoint_io.inventory.node import time_of
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -160,7 +159,9 @@ def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: boo
         document = {
             "dirpath": config.dirpath,
             "dry_run": dry_run,
-            "checkpoints": [_decided(each, plan.reasons[each.name]) for each in reversed(in_order(plan.found))],
+            "checkpoints": [
+                {**as_json(each), "reasons": plan.reasons[each.name]} for each in reversed(in_order(plan.found))
+            ],
             "unreadable": sorted(plan.unread),
             "removed": [each.name for each in gone],
             "removed_size_bytes": sum(each.size for each in gone),
@@ -212,17 +213,3 @@ def _refused_lines(done: _Done) -> list[str]:
         what = f"files of {len(left)} removed checkpoint{'s' if len(left) > 1 else ''} are left"
         lines.append(f"error: {what}; a later sweep tries again: {left[0]}")
     return lines
-
-
-def _decided(each: Checkpoint, reasons: Sequence[str]) -> dict[str, Any]:
-    return {
-        "name": each.name,
-        "kept": bool(reasons),
-        "reasons": reasons,
-        "step": ids.known(each.step),
-        "save_id": each.save_id,
-        "size_bytes": each.size,
-        "created": time_of(each.created),
-        "alias_of": each.alias_of,
-        "metrics": each.metrics,
-    }

@@ -15,12 +15,10 @@ from tiered_checkpoint_io.cli.options import Nodes, Output
 from tiered_checkpoint_io.cli.output import Columns, say, show, write, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.errors import TieredCheckpointError
-from tiered_checkpoint_io.inventory.node import Namespace, look_at, time_of
+from tiered_checkpoint_io.inventory.node import Namespace, look_at
 from tiered_checkpoint_io.inventory.rows import Look
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.metrics import Sample, collect, prometheus_text
-from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.documents import Place
 
 _SHOWN_OUTCOMES = 10
 
@@ -67,51 +65,17 @@ def _write_metrics(roots: Sequence[Path]) -> None:
 
 
 def _document(found: Namespace) -> dict[str, Any]:
-    """Returns a namespace for programs; None for unknown facts."""
-    drain = found.drain
+    """Returns a namespace for programs."""
     return {
         "namespace": found.root.name,
         "root": found.root,
-        **_place(found.place),
+        "place": found.place,
         "parts": found.held,
-        "damaged": [
-            {"folder": each.folder, "tier": each.tier, "error": each.why}
-            for each in found.broken
-            if each.tier is not None
-        ],
-        "waiting": [
-            {"action": each.action, "name": each.name, "target": each.target or None, **_place(each.place)}
-            for each in found.waiting
-        ],
-        "outcomes": [
-            {
-                "action": each.action,
-                "name": each.name,
-                "dirpath": each.dirpath,
-                "step": ids.known(each.step),
-                "outcome": each.state,
-                "error": each.error or None,
-                "size_bytes": each.bytes,
-                "duration_s": each.seconds,
-                "finished": time_of(each.finished),
-                "attempts": each.attempts,
-            }
-            for each in found.outcomes
-        ],
-        "drain": {
-            "pid": drain.pid or None,
-            "last_seen": time_of(drain.heartbeat) if drain.pid else None,
-            "name": drain.name or None,
-            "done_bytes": drain.bytes_done,
-            "total_bytes": drain.bytes_total,
-            "rate_bytes_per_s": drain.rate,
-            "last_error": drain.last_error or None,
-        },
+        "damaged": [each for each in found.broken if each.tier is not None],
+        "waiting": found.waiting,
+        "outcomes": found.outcomes,
+        "drain": found.drain,
     }
-
-
-def _place(place: Place | None) -> dict[str, str | None]:
-    return {"dirpath": place and place.dirpath, "server": (place and place.endpoint) or None}
 
 
 # ------------------------------------------------------------------------------------------ text

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.files import gone_of
@@ -26,10 +25,6 @@ from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores import Store
 
 _log = logging.getLogger("tiered_checkpoint_io.inventory")
-_F = TypeVar("_F")
-_T = TypeVar("_T")
-#: So often a checkpoint is read that a run removes or overwrites meanwhile.
-_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +102,7 @@ def newer(found: Sequence[DurableCheckpoint]) -> CorruptCheckpointError | None:
     return next((each.error for each in found if is_other_format(each.error)), None)
 
 
-def resumable(
-    found: Sequence[DurableCheckpoint],
-    held: Iterable[StoredPart] = (),
-    *,
-    aliases: Mapping[str, str] | None = None,
-) -> list[Candidate]:
+def resumable(found: Sequence[DurableCheckpoint], held: Iterable[StoredPart] = ()) -> list[Candidate]:
     """Returns the checkpoints that training can resume from, the latest save first, by the engine's own choice.
 
     A name that is being overwritten counts as its old checkpoint.
@@ -120,7 +110,6 @@ def resumable(
     Args:
         found: All that the durable tier has.
         held: Parts of it in this node's memory.
-        aliases: The targets of those that are queued.
 
     Raises:
         CorruptCheckpointError: See :func:`newer`; a restart is refused as well.
@@ -134,7 +123,7 @@ def resumable(
         Held(each.part.name, each.part.rank, each.part.content, each.part.commits, not each.is_replica, each.replicated)
         for each in held
     ]
-    catalog = Catalog({"here": parts}, manifests, aliases or {})
+    catalog = Catalog({"here": parts}, manifests, {})
     return choose(catalog, Selector("latest"), None, replicas=True)
 
 
@@ -163,44 +152,6 @@ def latest_manifest(store: Store, operation: str) -> Manifest:
         text, hint = "there is no checkpoint to resume from", "name another one: see `tiered-ckpt ls`"
         raise CheckpointNotFoundError(text, operation=operation, tier="durable", key=store.url, hint=hint)
     return found
-
-
-def read_unchanged(
-    store: Store,
-    look: Callable[[], tuple[Manifest | None, _F]],
-    work: Callable[[_F], _T],
-    *,
-    operation: str,
-) -> _T:
-    """Reads a checkpoint; again, if a run has removed or overwritten it meanwhile, which is no damage.
-
-    Args:
-        store: The durable tier.
-        look: Finds the checkpoint, and the argument of ``work``; called before each try. No manifest means a checkpoint
-            of another tool, whose changes are not seen.
-        work: Reads the checkpoint; leaves no files if it raises.
-        operation: For the error.
-
-    Raises:
-        StoreError: The checkpoint was removed or overwritten each time.
-        Exception: Errors of ``look`` and ``work``.
-    """
-    for left in reversed(range(_TRIES)):
-        manifest, found = look()
-        try:
-            return work(found)
-        except (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError) as error:
-            if manifest is None or read(store, manifest.name).manifest == manifest:
-                raise
-            if not left:
-                raise StoreError(
-                    f"{manifest.name} was removed or overwritten while it was read",
-                    operation=operation,
-                    key=ids.join_url(store.url, manifest.name),
-                    hint="try again, or take one that the retention of its run keeps",
-                    reason="changed",
-                ) from error
-    raise AssertionError("unreachable")
 
 
 def _exists(store: Store) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -16,7 +16,6 @@ from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config, t
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.engine.leasing import TRAINERS
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, is_other_format
-from tiered_checkpoint_io.inventory.durable import resumable
 from tiered_checkpoint_io.memory.node import is_locked, release, try_lock
 from tiered_checkpoint_io.memory.parts import PART_FILE, REPLICAS, StoredPart
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
@@ -31,8 +30,8 @@ Tier = Literal["memory", "spill", "replicas", "durable"]
 #: committed its save there; ``sent``: it is there, and another node commits its save; ``unknown``: a copy of a part
 #: that another node uploads, or too long ago; ``memory_only``: not for the durable tier, or given up, or deleted there.
 PartState = Literal["waiting", "durable", "sent", "unknown", "memory_only"]
-#: Durable tier, step, and the name without its folder.
-Unit: TypeAlias = tuple[Place, UnitKey, str]
+#: Durable tier and step.
+Unit: TypeAlias = tuple[Place, UnitKey]
 
 
 # ------------------------------------------------------------------------------------------- roots
@@ -105,49 +104,31 @@ def undone(root: Path) -> int:
 # ------------------------------------------------------------------------------------------- parts
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """An intact part in node memory, by its description.
+    """An intact part in node memory.
 
     Attributes:
         name: The checkpoint.
-        dirpath: The durable tier that it belongs to.
-        server: The durable tier's endpoint; None for AWS's own, or if it is not known.
         save_id: The save that made it.
-        step: The training step; None if it is not known.
         rank: The rank that wrote it.
         tier: The kind of memory: the node's, its spill, or its replicas of other nodes' parts.
         namespace: The namespace of its memory.
         folder: Its folder.
         size_bytes: Its bytes.
-        created: Time of the save (UTC).
-        is_for_durable: It was to go to the durable tier.
-        is_pending: It waits for the durable tier.
         state: See :data:`PartState`.
         is_replicated: All parts of its save are in the memory of other nodes as well.
-        resumable: Training can resume from it.
-        is_latest: ``tiered:latest`` means its save, among all saves that its namespace has in memory.
         stored: The part itself.
-        outcome: The drain's note of its upload, or of a later delete of its name; None if there is none.
     """
 
     name: str
-    dirpath: str
-    server: str | None
     save_id: str
-    step: int | None
     rank: int
     tier: Tier
     namespace: str
     folder: Path
     size_bytes: int
-    created: datetime | None
-    is_for_durable: bool
-    is_pending: bool
     state: PartState
     is_replicated: bool
-    resumable: bool
     stored: StoredPart = field(repr=False)
-    outcome: Outcome | None = field(repr=False)
-    is_latest: bool = False
 
     @property
     def place(self) -> Place:
@@ -156,27 +137,19 @@ class HeldPart:
 
 
 def held_part(tier: MemoryTier, stored: StoredPart, outcomes: Iterable[Outcome]) -> HeldPart:
-    """Returns a part of a tier, or of its replicas, with its outcome."""
-    part, content, outcome = stored.part, stored.part.content, _outcome(stored, outcomes)
+    """Returns a part of a tier, or of its replicas, with its state by the drain's outcomes."""
+    part = stored.part
     return HeldPart(
         name=part.name,
-        dirpath=part.dirpath,
-        server=part.place.endpoint or None,
         save_id=part.save_id,
-        step=ids.known(content.step),
         rank=part.rank,
         tier=tier_of(tier, stored.folder),
         namespace=tier.root.name,
         folder=stored.folder,
-        size_bytes=content.size,
-        created=time_of(content.created),
-        is_for_durable=part.durable,
-        is_pending=stored.pending,
-        state=_state(stored, outcome),
+        size_bytes=part.content.size,
+        state=_state(stored, _outcome(stored, outcomes)),
         is_replicated=stored.replicated,
-        resumable=content.resumable,
         stored=stored,
-        outcome=outcome,
     )
 
 
@@ -226,7 +199,7 @@ class BrokenPart:
 
     folder: Path
     why: str
-    part: Part | None
+    part: Part | None = field(repr=False)
     place: Place | None
     is_newer: bool = False
     tier: Tier | None = None
@@ -275,17 +248,9 @@ def look_at(root: Path) -> Namespace:
     """Looks at the memory of one namespace; raises FileNotFoundError if it is gone."""
     tier, queue, lock = tier_at(root), Queue(root), root / LOCK_FILE
     outcomes = queue.outcomes()
-    held = _marked([held_part(tier, stored, outcomes) for stored in tier.held()])
+    held = [held_part(tier, stored, outcomes) for stored in tier.held()]
     is_working = lock.exists() and is_locked(lock)
     return Namespace(root, tier.place, held, [*_broken(tier)], queue.look(tier), outcomes, queue.progress(), is_working)
-
-
-def _marked(held: list[HeldPart]) -> list[HeldPart]:
-    """Marks the parts of the save that ``tiered:latest`` means, of each durable tier."""
-    places = {each.place for each in held}
-    meant = {at: next(iter(resumable((), [each.stored for each in held if each.place == at])), None) for at in places}
-    saves = {at: found.save_id for at, found in meant.items() if found is not None}
-    return [replace(each, is_latest=each.save_id == saves.get(each.place)) for each in held]
 
 
 def look_at_node(memory_dir: str) -> list[Namespace]:
@@ -357,12 +322,8 @@ class HeldSave:
 
     @property
     def unit(self) -> Unit:
-        """Key of checkpoints that a restart may need together: weights and their averages, parts of process groups.
-
-        Other checkpoints of the same step have names of their own, in any folder.
-        """
-        name = ids.without_companion(self.name, ids.EMA).rpartition("/")[2]
-        return self.place, unit_of(self.name, self.content.step), name
+        """Key of checkpoints that a restart may need together, such as those of process groups: all of one step."""
+        return self.place, unit_of(self.name, self.content.step)
 
     @property
     def missing(self) -> list[int]:
@@ -370,11 +331,6 @@ class HeldSave:
         held = {each.part.rank for each in self.parts}
         # Of a checkpoint of one part, any rank may have written it.
         return [] if self.content.parts == 1 else [rank for rank in range(self.content.parts) if rank not in held]
-
-    @property
-    def commits(self) -> bool:
-        """True if this node's drain commits the save."""
-        return any(each.part.commits for each in self.parts)
 
 
 def saves_of(parts: Iterable[StoredPart]) -> list[HeldSave]:
@@ -398,18 +354,24 @@ def to_flush(
         without: Units that are not to be chosen.
 
     Returns:
-        By default: the newest save that training can resume from, for each durable tier and payload, if it is complete
-        here. If parts of newer saves are on other nodes, this node does not know which save is complete, so the newer
-        saves as well. With each save, its whole unit.
+        By default: for each durable tier and payload, the saves that training can resume from, down to the newest one
+        that is complete here; parts of newer ones may be on other nodes. With each save, all of its unit.
     """
     saves = [save for save in saves_of(own) if save.unit not in without]
     if everything:
         return saves
+    chosen: list[HeldSave] = []
     if name is not None:
-        places = dict.fromkeys(save.place for save in saves)
-        named = [[save for save in saves if (save.place, save.name) == (at, _name_at(at, name))] for at in places]
-        return with_units([save for group in named for save in group[:1]], saves)
-    return with_units([save for group in by_payload(saves) for save in _newest(group)], saves)
+        named = {save.place: save for save in reversed(saves) if save.name == _name_at(save.place, name)}
+        chosen = list(named.values())
+    for group in by_payload(saves) if name is None else ():
+        complete = next((number for number, save in enumerate(group) if not save.missing), len(group))
+        chosen += group[: complete + 1]
+    units, newest = {save.unit for save in chosen}, dict[tuple[Place, str], HeldSave]()
+    for save in saves:
+        if save.unit in units:
+            newest.setdefault((save.place, save.name), save)
+    return list(newest.values())
 
 
 def by_payload(saves: Iterable[HeldSave]) -> list[list[HeldSave]]:
@@ -421,36 +383,9 @@ def by_payload(saves: Iterable[HeldSave]) -> list[list[HeldSave]]:
     return list(groups.values())
 
 
-def with_units(chosen: Sequence[HeldSave], saves: Iterable[HeldSave]) -> list[HeldSave]:
-    """Returns the saves of ``chosen``, and the newest of each other name in their units, the newest first."""
-    units = {save.unit for save in chosen}
-    ids_of = {(save.place, save.content.save_id) for save in chosen}
-    names = {(save.place, save.name) for save in chosen}
-    found: list[HeldSave] = []
-    for save in saves:
-        if (save.place, save.content.save_id) in ids_of:
-            found.append(save)
-        elif save.unit in units and (save.place, save.name) not in names and not _is_lost(save, chosen):
-            names.add((save.place, save.name))
-            found.append(save)
-    return found
-
-
-def _is_lost(save: HeldSave, chosen: Iterable[HeldSave]) -> bool:
-    """Returns True if a save never became complete: another one of as many parts shows that all ranks are here."""
-    return bool(save.missing) and any(not each.missing and each.content.parts == save.content.parts for each in chosen)
-
-
 def _name_at(place: Place, name: str) -> str | None:
     """Returns a name, or a path or URL below a durable tier, as its name there; None if it is none of this one."""
     try:
         return ids.name_in(place.dirpath, name)
     except ConfigError:
         return None
-
-
-def _newest(saves: list[HeldSave]) -> list[HeldSave]:
-    complete = next((number for number, save in enumerate(saves) if not save.missing), None)
-    if complete is None:
-        return saves
-    return [save for save in saves[: complete + 1] if not _is_lost(save, [saves[complete]])]

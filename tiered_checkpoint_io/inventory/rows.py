@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import Any, Literal, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import DurableView
 from tiered_checkpoint_io.engine.restore.choice import Candidate
@@ -147,14 +146,12 @@ class Look:
         self._broken: dict[str, list[BrokenPart]] = {}
         for damage in (damage for each in node for damage in each.broken if damage.place == place):
             self._broken.setdefault(damage.save_id or str(damage.folder), []).append(damage)
-        self._waiting = [request for each in node for request in each.waiting if request.place == place]
         self._working_on = {each.drain.name for each in node if each.is_working}
 
     @property
     def checkpoints(self) -> list[CheckpointInfo]:
         """One row for each checkpoint of the durable tier, the latest save first; unreadable ones are last."""
         rows = [self._durable(each) for each in self.found or ()]
-        rows += self._queued()
         seen = {row.save_id for row in rows if not row.alias_of}
         rows += [self._in_memory(save) for save in self.held if save not in seen]
         seen |= self.held.keys()
@@ -171,12 +168,11 @@ class Look:
         if newer(self.found or ()) is not None or any(each.is_newer for them in self._broken.values() for each in them):
             # A checkpoint of a newer release may be the latest.
             return None
-        aliases = {each.name: each.target for each in self._waiting if each.action in NAMING}
         parts = [each for them in self.held.values() for each in them]
         # The owner deleted those that were committed, and that are not there.
         names = self.manifests.keys() | {each.name for each in parts if self.found is None}
         held = (each.stored for each in parts if each.state != "durable" or each.name in names)
-        return next(iter(resumable(self.found or (), held, aliases=aliases)), None)
+        return next(iter(resumable(self.found or (), held)), None)
 
     def _durable(self, each: DurableCheckpoint) -> CheckpointInfo:
         manifest, dirpath = each.manifest, self.place.dirpath
@@ -188,19 +184,6 @@ class Look:
         # An alias follows its target, which may have been overwritten.
         content = self.manifests.get(manifest.alias_of or "", manifest).settled
         return self._row(manifest.name, content, "durable", is_durable=True, alias_of=manifest.alias_of)
-
-    def _queued(self) -> Iterable[CheckpointInfo]:
-        """Yields aliases and copies that wait for the durable tier, unless their name is there already."""
-        contents = {each.name: each.content for each in self.manifests.values()}
-        contents |= {each.name: each.stored.part.content for them in self.held.values() for each in them}
-        last = {each.name: each for each in self._waiting if each.action in NAMING}
-        for name, request in last.items():
-            content = contents.get(request.target)
-            if content is None or name in self.manifests:
-                continue
-            made = {"alias_of": request.target} if request.action == "alias" else {"copy_of": content.save_id}
-            save_id = content.save_id if request.action == "alias" else request.op_id
-            yield info(name, self.place.dirpath, content, state="waiting", **{**made, "save_id": save_id})
 
     def _in_memory(self, save_id: str) -> CheckpointInfo:
         """Returns the row of a save that this node's memory has, and that has no manifest as far as is known."""
