@@ -176,7 +176,7 @@ def test_commands_answer_programs(node, memory_dir, tmp_path):
     (namespace,) = told("status", *where)["namespaces"]
     assert [*earlier["held_parts"], *later["held_parts"]] == namespace["parts"]
     shown = told("clean", *where, status=1)
-    assert (shown["dry_run"], shown["checkpoints"][1]["size_bytes"], len(shown["warnings"])) == (True, 2, 1)
+    assert (shown["dry_run"], shown["checkpoints"][0]["size_bytes"], len(shown["warnings"])) == (True, 2, 1)
     assert told("clean", *where, "--yes")["checkpoints"] == shown["checkpoints"]
     assert told("clean", *where)["checkpoints"] == []
     assert told("status", *where) == {"version": 1, "command": "status", "namespaces": []}

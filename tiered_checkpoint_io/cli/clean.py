@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.listing import columns_of
 from tiered_checkpoint_io.cli.options import Node, Output
-from tiered_checkpoint_io.cli.output import Columns, say, show, write_json
+from tiered_checkpoint_io.cli.output import say, show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
@@ -21,12 +22,12 @@ from tiered_checkpoint_io.engine.leasing import delete, left_by, lock_out
 from tiered_checkpoint_io.engine.retention import only_here
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, read_all, resumable
-from tiered_checkpoint_io.inventory.node import owned, saves_of, undone
+from tiered_checkpoint_io.inventory.node import BrokenPart, Namespace, look_at, owned, places_of, undone
+from tiered_checkpoint_io.inventory.rows import Look
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import AUTO, FOLDERS, MemoryTier
-from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Part
@@ -34,22 +35,6 @@ from tiered_checkpoint_io.model.retention import unit_of
 from tiered_checkpoint_io.stores import config_at
 
 _USED = "a trainer or drain uses it"
-
-
-@dataclass(frozen=True)
-class Going:
-    """A save in this node's memory that goes: the number of its parts here, and their bytes.
-
-    With an error, an unreadable part, named by its folder: unknown if it is needed.
-    """
-
-    name: str
-    dirpath: str = ""
-    save_id: str = ""
-    step: int | None = None
-    parts: int = 1
-    size_bytes: int = 0
-    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +64,11 @@ class Clean(Output, Node):
                     hint = "check --memory-dir and --namespace"
                     raise ConfigError(f"{root} is no memory tier, and was left as it is", hint=hint)
                 owned(root)
-            parts, unread = _held([memory, memory.replicas, *spills] if folders else [])
-            is_used = _is_used(root, held)
-            warnings = _warnings(root, config, parts, unread, is_used=is_used) if folders and not self.yes else []
+            is_used, found = _is_used(root, held), None
+            # An earlier command may have been killed half-way.
+            with contextlib.suppress(FileNotFoundError):
+                found = look_at(root) if root.is_dir() else None
+            warnings = _warnings(config, found, is_used=is_used) if found is not None and not self.yes else []
             if self.yes:
                 if is_used:
                     raise ConfigError(f"{root} was left as it is: {_USED}", hint="end it first")
@@ -91,31 +78,21 @@ class Clean(Output, Node):
         if self.yes:
             with contextlib.suppress(OSError):
                 root.parent.rmdir()
-        rows = []
-        for save in reversed(saves_of(parts)):
-            step, save_id = ids.known(save.content.step), save.content.save_id
-            rows.append(Going(save.name, save.place.dirpath, save_id, step, len(save.parts), save.size))
-        rows += unread
+        rows = [row for place in places_of([found]) for row in Look(place, [found]).checkpoints] if found else []
         if self.as_json:
             document = {"root": root, "dry_run": not self.yes, "warnings": warnings, "checkpoints": rows}
             write_json("clean", document)
         elif not folders:
             say(f"nothing in memory at {root}, and no spill of it is known")
         else:
-            _show(rows, folders, warnings, yes=self.yes)
+            show(rows, columns_of(rows))
+            for warning in warnings:
+                say(f"warning: {warning}", err=True)
+            parts, unread = (found.held, _unread(found)) if found is not None else ([], [])
+            size = size_text(sum(each.size_bytes for each in parts))
+            what = f"{_count(len(parts) + len(unread), 'part')}, {size}, and {', '.join(map(str, folders))}"
+            say(f"removed {what}" if self.yes else f"{what} would go; delete with --yes")
         raise typer.Exit(1 if warnings else 0)
-
-
-def _held(tiers: Iterable[MemoryTier]) -> tuple[list[StoredPart], list[Going]]:
-    """Returns all parts in memory and in the spill, replicas too; a root may be half cleaned away, or gone."""
-    parts: list[StoredPart] = []
-    unread: list[Going] = []
-    for each in tiers:
-        with contextlib.suppress(FileNotFoundError):
-            parts += each.parts()
-            unread += [Going(str(folder), error=str(error)) for folder, error in each.damaged()]
-    parts.sort(key=lambda stored: (stored.save_id, stored.part.rank))
-    return parts, sorted(unread, key=lambda each: each.name)
 
 
 def _is_used(root: Path, held: contextlib.ExitStack) -> bool:
@@ -134,24 +111,6 @@ def _is_used(root: Path, held: contextlib.ExitStack) -> bool:
     return False
 
 
-_COLUMNS: Columns = {
-    "name": "name",
-    "step": "step",
-    "parts": "parts",
-    "size": lambda each: "" if each.error else size_text(each.size_bytes),
-    "note": lambda each: f"can't be read: {each.error}" if each.error else "",
-}
-
-
-def _show(rows: Sequence[Going], folders: Sequence[Path], warnings: Sequence[str], *, yes: bool) -> None:
-    show(rows, _COLUMNS)
-    for warning in warnings:
-        say(f"warning: {warning}", err=True)
-    count = _count(sum(each.parts for each in rows), "part")
-    what = f"{count}, {size_text(sum(each.size_bytes for each in rows))}, and {', '.join(map(str, folders))}"
-    say(f"removed {what}" if yes else f"{what} would go; delete with --yes")
-
-
 def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
     """Returns folders that killed commands have put away, locked until ``held`` ends."""
     found: list[Path] = []
@@ -163,24 +122,21 @@ def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
     return found
 
 
-def _warnings(
-    root: Path,
-    config: TieredCheckpointConfig | None,
-    parts: Sequence[StoredPart],
-    unread: Sequence[Going],
-    *,
-    is_used: bool,
-) -> list[str]:
+def _warnings(config: TieredCheckpointConfig | None, found: Namespace, *, is_used: bool) -> list[str]:
     """Returns reasons not to delete the parts."""
-    pending = max(undone(root), sum(each.pending for each in parts))
-    tiers = sorted({each.part.place for each in parts}, key=str)
-    found = [
+    pending, parts = len(found.waiting), [each.stored for each in found.held]
+    warnings = [
         f"{_USED}, so nothing can be deleted" if is_used else "",
         f"{_count(pending, 'operation')} not yet durable: upload first, by tiered-ckpt flush" if pending else "",
-        *(f"a part can't be read: {each.error}" for each in unread[:1]),
-        *(_nowhere_else(config, tier, parts) for tier in tiers),
+        *(f"a part can't be read: {each.why}" for each in _unread(found)[:1]),
+        *(_nowhere_else(config, place, parts) for place in sorted({each.place for each in found.held}, key=str)),
     ]
-    return list(filter(None, found))
+    return list(filter(None, warnings))
+
+
+def _unread(found: Namespace) -> list[BrokenPart]:
+    """Returns the parts that can't be read: unknown if they are needed. Those in quarantine are not."""
+    return [each for each in found.broken if each.tier is not None]
 
 
 def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, parts: Iterable[StoredPart]) -> str:
