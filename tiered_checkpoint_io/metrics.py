@@ -6,9 +6,9 @@ training adds to the record by :class:`Recording`.
 
 from __future__ import annotations
 
-import re
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -76,15 +76,6 @@ class Metric:
     meaning: str
     read: Callable[[_Look], Values]
     label: str = ""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A value of a metric."""
-
-    metric: Metric
-    value: float
-    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def _gauge(name: str, meaning: str, read: Callable[[_Look], Values], label: str = "") -> Metric:
@@ -216,39 +207,25 @@ CATALOG: tuple[Metric, ...] = (
 )
 
 
-def collect(root: Path) -> list[Sample]:
-    """Returns the metrics of a memory tier as of now, without those that are not known.
-
-    Raises:
-        OSError: The memory tier can't be read: it was deleted, or no descriptor is left.
-    """
-    look, found = _Look(root), []
-    for metric in CATALOG:
-        read = metric.read(look)
-        values = read if isinstance(read, Mapping) else {"": read}
-        for label, value in values.items():
-            if value is not None:
-                labels = {"namespace": root.name, **({metric.label: label} if metric.label else {})}
-                found.append(Sample(metric, float(value), labels))
-    return found
-
-
-def prometheus_text(samples: Iterable[Sample]) -> str:
-    """Returns samples in Prometheus' text format; pure."""
-    metrics: dict[str, list[Sample]] = {}
-    for each in samples:
-        metrics.setdefault(each.metric.name, []).append(each)
+def prometheus_text(roots: Iterable[Path]) -> str:
+    """Returns the metrics of memory tiers as of now in Prometheus' text format, without those that are not known."""
+    looks: dict[str, _Look] = {}
+    for root in roots:
+        # Deleted meanwhile, or no descriptor is left: the next look tries again. Alerts see a missing series.
+        with contextlib.suppress(OSError, TieredCheckpointError):
+            looks[root.name] = _Look(root)
     lines: list[str] = []
-    for name, found in metrics.items():
-        lines += [f"# HELP {name} {_escaped(found[0].metric.meaning)}", f"# TYPE {name} {found[0].metric.kind}"]
-        for each in found:
-            labels = ",".join(f'{label}="{_escaped(value)}"' for label, value in each.labels.items())
-            lines.append(f"{name}{{{labels}}} {each.value!r}")
+    for metric in CATALOG:
+        found: list[str] = []
+        for namespace, look in looks.items():
+            read = metric.read(look)
+            for label, value in (read if isinstance(read, Mapping) else {"": read}).items():
+                if value is not None:
+                    more = f',{metric.label}="{label}"' if metric.label else ""
+                    found.append(f'{metric.name}{{namespace="{namespace}"{more}}} {float(value)!r}')
+        if found:
+            lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.kind}", *found]
     return "".join(f"{line}\n" for line in lines)
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r'[\\"]', r"\\\g<0>", text).replace("\n", r"\n")
 
 
 # --------------------------------------------------------------------------------------- recording

@@ -17,7 +17,7 @@ from support.training import Model, Runs
 from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.log import EVENTS_FILE, note, read_events
-from tiered_checkpoint_io.metrics import CATALOG, PREFIX, Sample, collect, prometheus_text
+from tiered_checkpoint_io.metrics import CATALOG, PREFIX, prometheus_text
 from tiered_checkpoint_io.model.events import totals_of
 
 
@@ -82,20 +82,19 @@ def test_a_dead_trainer_and_one_that_resumes(dead):
 
 def test_status_prints_prometheus_text(dead):
     where = ("status", "--memory-dir", dead.memory_dir, "--prometheus")
-    assert len(command(*where).stdout.splitlines()) == len(
-        prometheus_text(collect(root_of(dead.memory_dir))).splitlines()
-    )
+    assert len(command(*where).stdout.splitlines()) == len(prometheus_text([root_of(dead.memory_dir)]).splitlines())
     assert command(*where, "--json").exit_code == 2
 
 
-def test_the_text_is_what_prometheus_reads():
-    """Also a namespace with letters that end a label, and the series of one metric together."""
+def test_the_text_is_what_prometheus_reads(dead):
+    """The series of one metric are together, of all namespaces."""
     parser = pytest.importorskip("prometheus_client.parser")
-    names = ['a"b', "c\\d", "e\nf"]
-    samples = [Sample(metric, 1.5, {"namespace": name}) for name in names for metric in CATALOG if not metric.label]
-    families = list(parser.text_string_to_metric_families(prometheus_text(samples)))
-    assert len(families) == len({each.name for each in families}) == len(samples) / 3
-    assert all([each.labels["namespace"] for each in family.samples] == names for family in families)
+    root = root_of(dead.memory_dir)
+    shutil.copytree(root, root.with_name("other"))
+    families = list(parser.text_string_to_metric_families(prometheus_text([root, root.with_name("other")])))
+    assert len(families) == len({each.name for each in families}) > 20
+    names = [{each.labels["namespace"] for each in family.samples} for family in families]
+    assert all(each == {root.name, "other"} for each in names)
 
 
 @pytest.mark.parametrize("kind", ["sharded", pytest.param("local", marks=pytest.mark.matrix)])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,11 +11,10 @@ from tiered_checkpoint_io.cli.listing import columns_of
 from tiered_checkpoint_io.cli.options import Nodes, Output
 from tiered_checkpoint_io.cli.output import Columns, say, show, write, write_json
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.inventory.node import Namespace, look_at
 from tiered_checkpoint_io.inventory.rows import Look
 from tiered_checkpoint_io.logs import size_text
-from tiered_checkpoint_io.metrics import Sample, collect, prometheus_text
+from tiered_checkpoint_io.metrics import prometheus_text
 
 _SHOWN_OUTCOMES = 10
 
@@ -43,7 +39,7 @@ class Status(Output, Nodes):
         if not roots:
             say(f"no namespace of this user has a memory tier in {self.memory_dir}", err=True)
         if self.prometheus:
-            _write_metrics(roots)
+            write(prometheus_text(roots).removesuffix("\n"))
             return
         found = list(map(look_at, roots))
         if self.as_json:
@@ -53,15 +49,6 @@ class Status(Output, Nodes):
             if number:
                 say("")
             _show(each)
-
-
-def _write_metrics(roots: Sequence[Path]) -> None:
-    samples: list[Sample] = []
-    for root in roots:
-        # Deleted meanwhile, or no descriptor is left: the next look tries again. Alerts see a missing series.
-        with contextlib.suppress(OSError, TieredCheckpointError):
-            samples += collect(root)
-    write(prometheus_text(samples).removesuffix("\n"))
 
 
 def _document(found: Namespace) -> dict[str, Any]:
