@@ -174,9 +174,7 @@ def _show_details(info: Details, names: Mapping[str, str]) -> None:
         "save id": info.save_id,
         "manifest": info.manifest_key,
         "aliases": ", ".join(info.aliases),
-        "being overwritten": ", ".join(info.previous_save_ids),
         "namespace": info.namespace,
-        "ranks of the job": info.world_size,
         "written by": ", ".join(f"{what} {version}" for what, version in info.writer.items()),
     }
     for what, value in facts.items():

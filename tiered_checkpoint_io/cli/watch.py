@@ -70,7 +70,7 @@ class Watch(Output, Server):
         each_once = news.each(self.every, self.idle_timeout, threading.Event())
         with ended, raising(_Terminated), contextlib.closing(each_once) as found:
             for each in found:
-                shown = New("new", datetime.now(timezone.utc), each)
+                shown = Event("new", datetime.now(timezone.utc), each)
                 if self.as_json:
                     write_json("watch", shown)
                 else:
@@ -107,7 +107,7 @@ def _run(command: str, each: CheckpointInfo, *, as_json: bool) -> int:
         say(f"error: the command for {each.name} {how}", err=True)
     if as_json:
         lasted = round(time.monotonic() - began, 3)
-        write_json("watch", Ran("ran", datetime.now(timezone.utc), each, status, lasted))
+        write_json("watch", Event("ran", datetime.now(timezone.utc), each, status, lasted))
     return status
 
 
@@ -145,20 +145,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 # ---------------------------------------------------------------------------------------- output
 @dataclass(frozen=True)
-class New:
-    """A checkpoint that has become durable, or the end of a command for it."""
+class Event:
+    """A checkpoint that has become durable, or the end of a command for it: its status, and how long it took."""
 
     event: Literal["new", "ran"]
     time: datetime
     checkpoint: CheckpointInfo
-
-
-@dataclass(frozen=True)
-class Ran(New):
-    """The end of a command."""
-
-    exit_status: int
-    duration_s: float
+    exit_status: int | None = None
+    duration_s: float | None = None
 
 
 _COLUMNS: Columns = {

@@ -301,20 +301,16 @@ class Details(CheckpointInfo):
     Attributes:
         manifest_key: Its manifest below dirpath; None if it has none.
         namespace: The namespace that saved it; empty if it is not known.
-        world_size: Number of ranks of the job.
         writer: Versions of the software that wrote it.
         aliases: Names of its aliases.
-        previous_save_ids: Saves that its objects may hold during an overwrite.
         files: All files if the durable tier has them, else those of the parts here.
         held_parts: Its parts in this node's memory.
     """
 
     manifest_key: str | None
     namespace: str
-    world_size: int | None
     writer: Mapping[str, str]
     aliases: Sequence[str]
-    previous_save_ids: Sequence[str]
     files: Sequence[File]
     held_parts: Sequence[HeldPart]
 
@@ -353,10 +349,8 @@ def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store:
         **{each.name: getattr(row, each.name) for each in fields(row)},
         manifest_key=ids.manifest_key(row.name) if manifest is not None else None,
         namespace=content.namespace if content is not None else "",
-        world_size=content.world_size if content is not None else None,
         writer=content.writer if content is not None else {},
         aliases=[each.name for each in rows if each.alias_of == row.name],
-        previous_save_ids=[each.save_id for each in target.previous] if target is not None else [],
         files=[File(path, size) for path, size in files.items()],
         held_parts=held,
     )
