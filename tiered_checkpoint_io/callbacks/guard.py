@@ -110,7 +110,6 @@ class StrategyGuard(Callback):
         self._began_at = trainer.global_step
         self._prepares = any(_saves(trainer)) and (trainer.is_global_zero if shards is None else shards)
         if trainer.is_global_zero:
-            _warn_of_others(trainer, io)
             self._warn_of_fresh_start(trainer, io)
 
     def _warn_of_fresh_start(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
@@ -217,21 +216,11 @@ def ensure_guard(trainer: Trainer) -> None:
 
 
 def _count_as_last(trainer: Trainer, io: TieredCheckpointIO) -> None:
-    """Makes ``ckpt_path="last"`` also mean checkpoints of OnExceptionCheckpoint; warns of those that save elsewhere."""
-    engine, names = io.checkpointer, set()
-    for each in trainer.callbacks:  # type: ignore[attr-defined]
-        if not isinstance(each, OnExceptionCheckpoint):
-            continue
-        try:
-            names.add(ids.name_in(engine.dirpath, each.ckpt_path))
-        except ConfigError:
-            if not io._is_elsewhere(each.ckpt_path):
-                raise
-            if trainer.is_global_zero:
-                where = f"OnExceptionCheckpoint saves to {each.ckpt_path}, which is not below {engine.dirpath}"
-                advice = "ckpt_path='last' passes it by; give it dirpath='', which stands for that folder"
-                engine.session.warn(where, f"{where}: its checkpoint is in neither tier, and {advice}")
-    engine.also_last = frozenset(names)
+    """Makes ``ckpt_path="last"`` also mean checkpoints of OnExceptionCheckpoint, except for ordinary files."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    paths = [each.ckpt_path for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
+    names = [ids.name_in(io.config.dirpath, path) for path in paths if not io._is_elsewhere(path)]
+    io.checkpointer.also_last = frozenset(names)
 
 
 def _place(callback: ModelCheckpoint, trainer: Trainer, io: TieredCheckpointIO) -> None:
@@ -255,18 +244,6 @@ def _place(callback: ModelCheckpoint, trainer: Trainer, io: TieredCheckpointIO) 
             " also saves to node memory, every memory_every_n_train_steps",
             folder,
         )
-
-
-def _warn_of_others(trainer: Trainer, io: TieredCheckpointIO) -> None:
-    """Warns of classes derived from Lightning's ModelCheckpoint that save elsewhere: a restart would not find it."""
-    for each in trainer.checkpoint_callbacks:
-        if not isinstance(each, ModelCheckpoint) or isinstance(each, TieredModelCheckpoint):
-            continue
-        if (each.save_top_k or each.save_last) and folder_of(each.dirpath, io.config.dirpath) is None:
-            where = f"{type(each).__name__} saves to {each.dirpath}, which is not below {io.config.dirpath}"
-            advice = "derive the class from tiered_checkpoint_io.callbacks.TieredModelCheckpoint"
-            text = f"{where}: its checkpoints are in neither tier, and {ids.LATEST} passes them by; {advice}"
-            io.checkpointer.session.warn(where, text)
 
 
 def _saves(trainer: Trainer) -> tuple[bool, bool]:
