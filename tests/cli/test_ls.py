@@ -10,6 +10,7 @@ from support.documented import command, verified
 from support.draining import Node
 from support.sharded import full_part, make_part, views_of
 from support.silent import silent_server
+from support.supporting import supported
 
 from tiered_checkpoint_io import find_latest, list_checkpoints
 from tiered_checkpoint_io.engine.drain.operations import Outcome
@@ -84,10 +85,10 @@ def test_parts_without_a_manifest_are_no_checkpoint(node, memory_dir):
 
 
 def test_where_the_durable_tier_is_silent_memory_is_listed_after_a_count_down(memory_dir, monkeypatch):
-    with hurried(silence_line_s=1.0), silent_server(monkeypatch) as endpoint:
+    with hurried(silence_line_s=1.0), silent_server(monkeypatch) as endpoint, supported(durable_timeout_s=2):
         node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint)
         node.save("1.ckpt", b"A")
-        where = ("s3://bucket/run", "--memory-dir", memory_dir, "--timeout", "2")
+        where = ("s3://bucket/run", "--memory-dir", memory_dir)
         done = command("ls", *where, "--endpoint-url", endpoint, "--json")
         assert done.exception.reason == "unavailable"
         document = json.loads(done.stdout)

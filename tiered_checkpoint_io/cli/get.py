@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, counter
-from tiered_checkpoint_io.cli.options import Dirpath, Name, Node, Output, Server, name_of, path_of, wrong_use
+from tiered_checkpoint_io.cli.options import Address, Dirpath, Name, Node, Output, name_of, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import progress, say, write_json
 from tiered_checkpoint_io.cli.verify import check_part
 from tiered_checkpoint_io.engine.durable.damage import contents_there
@@ -51,7 +51,7 @@ _FORMS: dict[str, Form] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Get(Output, Server, Node):
+class Get(Output, Address, Node):
     """Fetches a checkpoint from the durable tier: to this node's memory, to a file, or to a folder.
 
     Every byte is verified. Without TO it goes into this node's memory, from which a restart then reads. With TO it is

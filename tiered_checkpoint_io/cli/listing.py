@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import AnyDirpath, Memory, Name, Output, Server, name_of
+from tiered_checkpoint_io.cli.options import Address, AnyDirpath, Memory, Name, Output, name_of
 from tiered_checkpoint_io.cli.output import Columns, say, show, write_json
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, without_secrets
 from tiered_checkpoint_io.inventory.node import look_at_node, places_of
@@ -25,7 +25,7 @@ _UNITS = ((120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ls(Output, Server, Memory):
+class Ls(Output, Address, Memory):
     """Lists the checkpoints of both tiers, the latest save first; or shows one.
 
     Without DIRPATH it lists this node's memory and asks no server. With NAME it shows one checkpoint: facts, tiers,

@@ -12,7 +12,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from tiered_checkpoint_io.clock import DURABLE_TIMEOUT_S
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.inventory.node import all_roots, existing
 from tiered_checkpoint_io.memory.tier import namespace_root
@@ -149,20 +148,6 @@ class Address:
         """Returns the configuration of a durable tier; a value that is not allowed ends the command with status 2."""
         with wrong_use():
             return TieredCheckpointConfig.from_any(dirpath=dirpath, **self.keys)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Server(Address):
-    """The same, and the time to wait for it."""
-
-    timeout: Annotated[
-        int,
-        typer.Option(min=1, max=24 * 3600, metavar="SECONDS", help="Time to wait for a server that does not answer."),
-    ] = DURABLE_TIMEOUT_S
-
-    def config(self, dirpath: str) -> TieredCheckpointConfig:
-        config = super().config(dirpath)
-        return config if self.timeout == DURABLE_TIMEOUT_S else config.with_support(durable_timeout_s=self.timeout)
 
 
 @dataclass(frozen=True, kw_only=True)

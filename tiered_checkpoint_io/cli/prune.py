@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, claimed
-from tiered_checkpoint_io.cli.options import Dirpath, Output, Server, wrong_use
+from tiered_checkpoint_io.cli.options import Address, Dirpath, Output, wrong_use
 from tiered_checkpoint_io.cli.output import INTERRUPTED, Columns, as_json, say, show, write_json
 from tiered_checkpoint_io.engine.drain.process import ended_by_signal
 from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text, remove_all
@@ -83,7 +83,7 @@ class Keep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prune(Output, Server, Keep):
+class Prune(Output, Address, Keep):
     """Deletes checkpoints from the durable tier that no policy keeps.
 
     Without --yes it only shows what would go, and why each of the others stays.

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import AnyDirpath, Name, Nodes, Output, Server, name_of
+from tiered_checkpoint_io.cli.options import Address, AnyDirpath, Name, Nodes, Output, name_of
 from tiered_checkpoint_io.cli.output import Columns, progress, row_writer, write_json
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.drain.stores import tier_at
@@ -79,7 +79,7 @@ _Parts = Sequence[tuple[MemoryTier, StoredPart]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify(Output, Server, Nodes):
+class Verify(Output, Address, Nodes):
     """Reads checkpoints of both tiers, and compares every byte with its hash.
 
     In memory: this node's own parts, replicas of other nodes' parts, and the spill; with DIRPATH, those that belong to

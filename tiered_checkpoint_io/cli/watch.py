@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from tiered_checkpoint_io.cli.answers import deferring, raising
-from tiered_checkpoint_io.cli.options import Dirpath, Output, Server
+from tiered_checkpoint_io.cli.options import Address, Dirpath, Output
 from tiered_checkpoint_io.cli.output import Columns, row_writer, say, write_json
 from tiered_checkpoint_io.inventory.api import NewCheckpoints
 from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Tiers, iso
@@ -33,7 +33,7 @@ class _Terminated(BaseException):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch(Output, Server):
+class Watch(Output, Address):
     """Shows each checkpoint that becomes durable, until SIGTERM or Ctrl-C; runs a command for it by --exec.
 
     Each comes once, in the order of the saves, one at a time; meanwhile nothing deletes it.
