@@ -32,6 +32,13 @@ class Tagged(torch.Tensor):
     """A subclass that a program defines."""
 
 
+class NoStorage(TwoTensor):
+    """Asked for its storage, it raises, as quantized weights may."""
+
+    def untyped_storage(self):
+        raise ValueError("it has no storage")
+
+
 def matrix():
     return torch.arange(24.0).reshape(4, 6)
 
@@ -86,6 +93,9 @@ REFUSED = {
     "bits": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.bits8),
     "subclass": lambda: matrix().as_subclass(Tagged),
     "subclass of two": lambda: TwoTensor(matrix(), matrix() * 2),
+    "without storage": lambda: NoStorage(matrix(), matrix() * 2),
+    "lazy": lambda: torch.nn.LazyLinear(7).weight,
+    "lazy buffer": lambda: torch.nn.LazyBatchNorm1d().running_mean,
 }
 #: Kinds that torch.save refuses itself.
 NEVER = ("mkldnn",)
@@ -93,6 +103,8 @@ NEVER = ("mkldnn",)
 
 def content(tensor):
     """Returns all that makes a tensor, as bytes and words."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return type(tensor).__name__
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         return content(tensor.to_local())
@@ -215,12 +227,16 @@ def test_what_stock_loses_is_refused_at_the_save_by_its_name(tmp_path, tiers, ki
 
 @pytest.mark.parametrize("kind", [kind for kind in REFUSED if kind not in NEVER])
 def test_full_and_local_checkpoints_hold_whatever_torch_save_does(tiers, kind):
-    names = [f"{each.__module__}.{each.__name__}" for each in (Tagged, TwoTensor, torch.masked.MaskedTensor)]
     state, expected = {"x": REFUSED[kind]()}, content(REFUSED[kind]())
-    loaded = by_full(tiers, state, safe_globals=names)["x"]
-    assert type(loaded) is type(state["x"])
-    assert content(loaded) == expected
-    if kind != "masked":
+    parameter = torch.nn.parameter
+    made = (Tagged, TwoTensor, NoStorage, torch.masked.MaskedTensor)
+    made += (parameter.UninitializedParameter, parameter.UninitializedBuffer)
+    names = [f"{each.__module__}.{each.__name__}" for each in made]
+    for staging in ("eager", "overlapped"):
+        loaded = by_full({**tiers, "namespace": staging}, state, safe_globals=names, staging=staging)["x"]
+        assert type(loaded) is type(state["x"])
+        assert content(loaded) == expected
+    if kind not in ("masked", "lazy", "lazy buffer"):
         # Into which torch itself copies nothing.
         target = {"x": REFUSED[kind]()}
         local = by_ours({**tiers, "namespace": "local"}, state, target, "local", safe_globals=names)

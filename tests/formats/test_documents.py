@@ -82,7 +82,7 @@ def test_indexes_survive_storage_and_one_changed_byte_is_found(name, save_id, pa
     assert content.size == reference.total
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(contents, st.data())
 def test_damage_of_a_manifest_is_our_error_or_changes_nothing(content, data):
     written = Manifest("x.ckpt", content).to_json()
