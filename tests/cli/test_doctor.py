@@ -5,10 +5,6 @@ import json
 import pytest
 from support.clocks import hurried
 from support.documented import command
-from support.iam import Judge, policy
-
-#: The rights that the tries need.
-RIGHTS = {"s3:ListBucket", "s3:PutObject", "s3:GetObject", "s3:DeleteObject", "s3:AbortMultipartUpload"}
 
 
 @pytest.fixture(autouse=True)
@@ -30,22 +26,6 @@ def doctor(memory_dir):
         return done.exit_code, {each["what"]: each for each in found["checks"] if each["status"] != "ok"}
 
     return run
-
-
-def test_a_missing_right_is_named_until_it_is_given_and_nothing_is_left(s3_url, s3_server, proxy, doctor):
-    for missing in sorted(RIGHTS):
-        proxy.plan = Judge(policy(RIGHTS - {missing})).plan
-        status, bad = doctor(s3_url, "--endpoint-url", proxy.endpoint_url)
-        (check,) = bad.values()
-        assert (status, check["status"], "AccessDenied" in check["measured"]) == (1, "fail", True)
-        assert missing in check["do"], check
-    proxy.plan = Judge(policy(RIGHTS)).plan
-    assert doctor(s3_url, "--endpoint-url", proxy.endpoint_url) == (0, {})
-    bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
-    left = s3_server.client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
-    # The object that could not be deleted.
-    assert len(left) == 1
-    assert len(s3_server.uploads(bucket, prefix)) == 1
 
 
 def test_a_directory_that_takes_no_files(doctor, memory_dir, tmp_path):

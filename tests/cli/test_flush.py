@@ -111,21 +111,6 @@ def test_what_is_not_on_the_durable_tier_any_more_is_uploaded_again(node):
     assert read_manifest(store, "a.ckpt") == other
 
 
-def test_what_was_deleted_since_is_not_durable(node):
-    """save_top_k deleted the checkpoint, and memory keeps it."""
-    node.save("old.ckpt", b"O")
-    node.save("new.ckpt", b"N")
-    node.delete("old.ckpt")
-    node.drain()
-    done, states = flushed(node, "--all")
-    assert (done.exit_code, states) == (0, {"new.ckpt": "durable", "old.ckpt": "memory_only"})
-    done, states = flushed(node, "old.ckpt")
-    assert (done.exit_code, states) == (1, {"old.ckpt": "memory_only"})
-    # A later save of the same name is another one.
-    node.save("old.ckpt", b"A")
-    assert flushed(node, "old.ckpt")[1] == {"old.ckpt": "durable"}
-
-
 def test_which_saves_are_flushed(memory_dir):
     node = Node(memory_dir, "s3://bucket/run")
     for number, rank in ((1, 0), (1, 1), (2, 0)):

@@ -13,7 +13,7 @@ from support.sharded import readable
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError, StoreError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -191,26 +191,3 @@ def test_one_tier_and_one_checkpoint(node):
     assert command("verify", "--tier", "durable").exit_code == 2
     missing = command("verify", node.dirpath, "never.ckpt", *node.where)
     assert isinstance(missing.exception, CheckpointNotFoundError)
-
-
-def test_what_can_not_be_read_of_one_checkpoint_does_not_end_it(node, tmp_path, monkeypatch):
-    node.alias("last.ckpt", "a.ckpt")
-    node.drain()
-    read, where = DirectoryStore.read_pieces, str(tmp_path / "run")
-
-    def read_pieces(store, key, *arguments, **options):
-        if key.startswith("b/"):
-            raise StoreError("it is in an archive", operation="read", tier="durable", key=key, reason="archived")
-        return read(store, key, *arguments, **options)
-
-    monkeypatch.setattr(DirectoryStore, "read_pieces", read_pieces)
-    (tmp_path / "run" / ".tiered" / "manifests" / "a.ckpt.json").write_text("{")
-    assert command("flush", "c.ckpt", *node.where).exit_code == 0
-    status, rows = verified(node, "--tier", "durable")
-    assert (status, {row["name"]: row["state"] for row in rows}) == (
-        1,
-        {"a.ckpt": "damaged", "last.ckpt": "damaged", "b": "damaged", "c.ckpt": "intact"},
-    )
-    errors = {row["name"]: row["error"] for row in rows}
-    assert "it is in an archive" in errors["b"] and where in errors["last.ckpt"]
-    assert command("verify", node.dirpath, "c.ckpt", "--tier", "durable").exit_code == 0

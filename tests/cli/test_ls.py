@@ -1,20 +1,15 @@
 """``ls`` over all tiers: the tiers of each checkpoint, and its state."""
 
 import json
-import os
-from dataclasses import replace
 
 import pytest
 from support.clocks import hurried
-from support.documented import command, verified
+from support.documented import command
 from support.draining import Node
-from support.sharded import full_part, make_part, views_of
 from support.silent import silent_server
 from support.supporting import supported
 
-from tiered_checkpoint_io import find_latest, list_checkpoints
 from tiered_checkpoint_io.engine.drain.operations import Outcome
-from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import manifest_key
@@ -59,31 +54,6 @@ def test_each_checkpoint_is_one_row_that_says_where_it_is_and_what_became_of_it(
     assert "quarantine: a chunk differs" in rows["2.ckpt"]["problem"]
 
 
-def test_what_was_deleted_on_the_durable_tier_is_in_memory_alone(node, memory_dir):
-    node.save("1.ckpt", b"A")
-    node.save("2.ckpt", b"B")
-    node.drain()
-    node.delete("1.ckpt")
-    node.drain()
-    assert listed(node, memory_dir)["1.ckpt"]["state"] == "memory_only"
-    # Also if the durable tier is not asked, by what the drain has noted.
-    here = json.loads(command("ls", "--memory-dir", memory_dir, "--json").stdout)["checkpoints"]
-    assert [(row["name"], row["state"]) for row in here] == [("2.ckpt", "durable"), ("1.ckpt", "memory_only")]
-    # Another node's drain has deleted it.
-    DirectoryStore(node.dirpath).delete(manifest_key("2.ckpt"))
-    assert listed(node, memory_dir)["2.ckpt"]["state"] == "memory_only"
-
-
-def test_parts_without_a_manifest_are_no_checkpoint(node, memory_dir):
-    part, files = make_part("step_7", 7, 1, dirpath=node.dirpath)
-    assert commit.put_part(DirectoryStore(node.dirpath), part, views_of(files)) == "sent"
-    assert (list_checkpoints(node.dirpath), find_latest(node.dirpath)) == ([], None)
-    # The same save is still on its way from this node.
-    node.part("step_7", 7, 0)
-    row = listed(node, memory_dir)["step_7"]
-    assert (row["state"], row["where"], row["parts"], row["parts_here"]) == ("waiting", ["memory"], 2, 1)
-
-
 def test_where_the_durable_tier_is_silent_memory_is_listed_after_a_count_down(memory_dir, monkeypatch):
     with hurried(silence_line_s=1.0), silent_server(monkeypatch) as endpoint, supported(durable_timeout_s=2):
         node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint)
@@ -101,65 +71,12 @@ def test_where_the_durable_tier_is_silent_memory_is_listed_after_a_count_down(me
     assert f"node memory has checkpoints of s3://bucket/run at {endpoint}, which is another server" in other.stderr
 
 
-UNSURE = "this node can't tell whether it is durable; the durable tier can, where DIRPATH is given and it answers"
-
-
-def rows_of(done):
-    return {row["name"]: row for row in json.loads(done.stdout)["checkpoints"]}
-
-
-def state_of(done):
-    """Returns the fourth column of the only part that ``ls`` shows of a checkpoint."""
-    part = done.stdout.partition("Parts on this node:")[2].partition("Files:")[0]
-    (row,) = [line.split("\t") for line in part.strip().splitlines()[1:]]
-    return row[3]
-
-
 def sent(node, name, number, rank, action):
     """Notes that this node's drain has sent its part of a save of two ranks; rank 0's drain commits it."""
     op = node.part(name, number, rank)
     node.queue.finish(Outcome(op, action, name, number, "committed"))
     (stored,) = [each for each in node.tier.parts() if each.op_id == op]
     node.tier.mark_drained(stored)
-
-
-def test_what_other_nodes_upload_or_commit_is_not_called_durable(node, memory_dir):
-    os.makedirs(node.dirpath)
-    where = ("--memory-dir", memory_dir)
-    for part, files in (full_part("full.ckpt", 1), make_part("kept", 2, 0)):
-        node.tier.replicas.commit(replace(part, dirpath=node.dirpath), files)
-    # Its owner was to commit it: this node has sent all that it could.
-    sent(node, "sent", 3, 1, "part")
-    sent(node, "ours", 4, 0, "save")
-    # A restore has copied it from a node that has yet to upload it.
-    part, files = full_part("brought.ckpt", 5)
-    brought = replace(part, dirpath=node.dirpath)
-    node.tier.commit(brought, files, drained=True, saved=False)
-    rows = rows_of(command("ls", *where, "--json"))
-    unsure = ("incomplete", UNSURE)
-    assert {name: (row["state"], row["problem"]) for name, row in rows.items()} == {
-        "full.ckpt": unsure,
-        "kept": unsure,
-        "sent": unsure,
-        "ours": ("durable", ""),
-        "brought.ckpt": unsure,
-    }
-    assert command("ls", *where).exit_code == 0, "nothing is damaged"
-    # With the durable tier asked, there is no such doubt.
-    asked = rows_of(command("ls", node.dirpath, *where, "--json"))
-    assert {row["problem"] for row in asked.values()} == {""}
-    assert (asked["sent"]["state"], asked["ours"]["state"]) == ("incomplete", "memory_only")
-    shown = {name: state_of(command("ls", node.dirpath, name, *where)) for name in rows}
-    assert shown == {
-        "full.ckpt": "unknown",
-        "kept": "unknown",
-        "sent": "sent",
-        "ours": "durable",
-        "brought.ckpt": "unknown",
-    }
-    table = command("status", *where).stdout
-    states = {line.split("\t")[0]: line.split("\t")[7] for line in table.splitlines() if line.count("\t") > 7}
-    assert (states["sent"], states["ours"], states["brought.ckpt"]) == ("incomplete", "durable", "incomplete")
 
 
 LONG = "a" * 200 + ".ckpt"
@@ -182,17 +99,6 @@ def table(done):
     header, *rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert header == ["name", "step", "size", "age", "metric", "where", "kind", "state", "note"]
     return {row[0]: row[1:] for row in rows}
-
-
-def test_names_are_whole_in_the_order_of_saves_and_latest_is_marked(tier):
-    found = command("ls", tier.dirpath)
-    rows = table(found)
-    assert found.exit_code == 0
-    assert list(rows) == ["weights.ckpt", "c[/b].ckpt", "a-last.ckpt", LONG, "z.ckpt"]
-    assert [row[-1] for row in rows.values()] == ["", "latest", "alias of c[/b].ckpt", "", ""]
-    assert (rows["weights.ckpt"][5], rows["z.ckpt"][5]) == ("full, not resumable", "full")
-    done = command("verify", tier.dirpath, "tiered:latest")
-    assert (done.exit_code, done.stdout) == (0, verified(("intact", "durable", "c[/b].ckpt")))
 
 
 def test_what_a_newer_release_wrote_may_be_the_latest(tier):

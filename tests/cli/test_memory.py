@@ -3,49 +3,17 @@
 import json
 import os
 import re
-import signal
-import time
 from pathlib import Path
 
 import pytest
-from support import processes
 from support.documented import check, command, document_of, verified
 from support.draining import Node, where_of
-from support.waiting import until
 from typer.main import get_command
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model.manifest import Metric
-
-
-def test_a_second_drain_stands_by_and_takes_over_from_one_that_dies(node):
-    """Two sidecars over one tmpfs."""
-
-    def start():
-        return processes.start("flush", "--stay", *node.where)
-
-    first = start()
-    second = None
-    try:
-        op = node.save("a.ckpt", b"A")
-        until(lambda: node.states() == {op: "committed"})
-        second = start()
-        assert any("standing by" in line for line in second.stderr), "it ended without a word of it"
-        # Time to look again, and to say it again.
-        time.sleep(1.5)
-        first.send_signal(signal.SIGKILL)
-        first.wait()
-        later = node.save("b.ckpt", b"B")
-        until(lambda: node.states() == {op: "committed", later: "committed"})
-        second.send_signal(signal.SIGTERM)
-        told = second.communicate(timeout=30)[1]
-        assert (second.returncode, told.count("standing by")) == (0, 0), "said once"
-    finally:
-        for process in filter(None, (first, second)):
-            process.kill()
-            process.communicate()
 
 
 def rows(table, name):

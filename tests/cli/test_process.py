@@ -11,18 +11,15 @@ import sys
 import pytest
 import typer
 from support import processes
-from support.committing import save
-from support.documented import command, verified
+from support.documented import command
 from support.draining import Node
-from support.processes import PATIENCE_S, end
+from support.processes import PATIENCE_S
 from support.waiting import until
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import __version__
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.engine.drain.process import GRACE_S
 from tiered_checkpoint_io.model.manifest import Metric
-from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
 start = functools.partial(processes.start, env=KEYS)
@@ -42,44 +39,6 @@ def silent():
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(PATIENCE_S)
         yield server
-
-
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_drain_that_waits_for_a_server_ends_soon_after_a_signal(number, expected, silent, memory_dir):
-    assert GRACE_S <= 5, "with the rest of a process' end it is less than ten seconds"
-    endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-    node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint)
-    save = node.save("a.ckpt", b"A")
-    # With a shorter grace, for the sake of quick tests.
-    code = "from tiered_checkpoint_io.engine.drain import process; process.GRACE_S = 0.5;"
-    code += "from tiered_checkpoint_io import cli; cli.main()"
-    process = start("flush", "--stay", *node.where, run=["-c", code])
-    connection, _ = silent.accept()
-    with connection:
-        process.send_signal(number)
-        status, _, err = end(process)
-    assert (status, err.count("queued operations stay queued")) == (expected, 1), err
-    assert [each.op_id for each in node.queue.look(node.tier)] == [save]
-
-
-@pytest.mark.parametrize("closed", [1, 2])
-def test_a_stream_that_is_closed_changes_no_status(dirpath, closed):
-    line = ["sh", "-c", f'exec "$@" {closed}>&-', "sh", sys.executable, "-m", "tiered_checkpoint_io", "verify", dirpath]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert (done.returncode, done.stderr, "c[/b].ckpt" in done.stdout) == (0, "", closed == 2)
-
-
-def test_names_that_the_locale_has_no_letters_for_are_escaped(tmp_path):
-    """The terminal or pipe has a locale other than UTF-8."""
-    save(DirectoryStore(str(tmp_path / "run")), "\u2603.ckpt", 1)
-    env = {**KEYS, "PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1:strict"}
-    listed = processes.start("verify", str(tmp_path / "run"), env=env)
-    (tmp_path / "a\nb").mkdir()
-    missing = processes.start("get", str(tmp_path / "a\nb"), "\u2603.ckpt", env=env)
-    assert end(listed) == (0, verified(("intact", "durable", "\\u2603.ckpt")), "")
-    status, out, err = end(missing)
-    assert (status, out, err.count("\n")) == (1, "", 1), err
-    assert err.startswith("error: no such checkpoint: \\u2603.ckpt ") and "a\\nb" in err
 
 
 def test_help_shows_each_summary_whole_and_readable_words():

@@ -3,29 +3,22 @@
 One list of stories, over checkpoints of one part and of several, listed in the manifest and in an index.
 """
 
-import contextlib
 import itertools
 
 import pytest
 from support.committing import (
     KINDS,
-    RUN,
     alias,
     check_story,
     delete,
     save,
-    swept,
 )
 from support.failing import failing
-from support.faulty import FaultyStore, Injected
 from support.restoring import of_a_newer_release
-from support.sharded import FlatStore, named, objects, readable
+from support.sharded import FlatStore, objects
 
-from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.durable import commit, copies, sweep
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 #: State before, operation, and the saves that a reader may find under each name before and after.
 STORIES = {
@@ -114,17 +107,6 @@ def test_so_it_is_where_the_kind_changes_and_where_parts_are_left(story, when, m
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_commit_of_the_same_save_does_nothing_and_an_older_one_leaves_it_alone(kind, tmp_path):
-    store = FlatStore(str(tmp_path))
-    assert save(store, "a", 2, kind=kind) == "sent"
-    before = store.metrics.snapshot()
-    assert save(store, "a", 2, kind=kind) == "committed"
-    assert save(store, "a", 1, kind=kind) == "replaced"
-    assert store.metrics.snapshot()["requests.put"] == before["requests.put"]
-    assert readable(store, "a") == 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_what_a_newer_release_wrote_is_left_alone(kind, tmp_path):
     store = FlatStore(str(tmp_path))
     save(store, "a", 1, kind=kind)
@@ -141,49 +123,3 @@ def test_what_a_newer_release_wrote_is_left_alone(kind, tmp_path):
             act()
     assert store.get(key) == newer
     assert objects(store) == before
-
-
-def test_requests_spare_what_was_saved_or_linked_later(tmp_path):
-    """A dead run's request is on a node that comes back after the job has continued elsewhere."""
-    store = DirectoryStore(str(tmp_path))
-    for number, name in ((1, "a"), (3, "b"), (5, "c")):
-        save(store, name, number)
-
-    def link(name, target, before):
-        copies.put_alias(store, name, target, before=ids.save_id(RUN, before))
-        return readable(store, name)
-
-    sweep.delete(store, "c", before=ids.save_id(RUN, 4))
-    assert readable(store, "c") == 5
-    assert link("c", "a", before=4) == 5
-    assert link("last", "b", before=4) == 3
-    assert link("last", "a", before=2) == 3
-    assert link("last", "a", before=5) == 1
-    assert link("a", "a", before=5) == 1
-    assert read_manifest(store, "a").alias_of is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.matrix) for n in range(2, 9))])
-def test_a_delete_tried_again_spares_what_took_the_name_in_between(n, kind, tmp_path):
-    store = FlatStore(str(tmp_path))
-    save(store, "a", 1, kind=kind)
-    with contextlib.suppress(Injected):
-        sweep.delete(FaultyStore(store, fail_at=n), "a", before=ids.save_id(RUN, 2))
-    save(store, "a", 3, kind=kind)
-    sweep.delete(store, "a", before=ids.save_id(RUN, 2))
-    swept(store)
-    assert readable(store, "a") == 3
-    assert objects(store) == named(store)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_of_runs_whose_clocks_disagree_who_comes_last_has_the_name_but_for_what_was_left_over(kind, tmp_path):
-    """A dead run's save waited in the memory of its node while the job continued elsewhere."""
-    store = FlatStore(str(tmp_path))
-    save(store, "a", 2, kind=kind)
-    old_run = "20200101T000000.000000-00000000"
-    saved = {"kind": kind, "save_id": ids.save_id(old_run, 1)}
-    for left_over_s, fate in ((60, "replaced"), (float("inf"), "sent")):
-        assert save(store, "a", 1, clock=Clock(Timing(left_over_s=left_over_s)), **saved) == fate
-        assert readable(store, "a") == (2 if fate == "replaced" else 1)

@@ -106,19 +106,6 @@ def test_a_damaged_description_commits_nothing_and_removes_nothing_of_others(hos
     assert ids.save_id(RUN, 2) not in "".join(objects(store))
 
 
-def test_only_all_ranks_make_a_checkpoint(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    part_only(store, "a", 1, 0, world_size=4)
-    part_only(store, "a", 1, 2, world_size=4)
-    part_only(store, "a", 2, 1, world_size=4)
-    part, data = make_part("a", 1, 0, world_size=4)
-    arrivals = arrived(store, part)
-    assert arrivals.missing == [1, 3]
-    with pytest.raises(CorruptCheckpointError):
-        commit.commit(store, part, views_of(data), arrivals.rows)
-    assert readable(store, "a") is None
-
-
 @pytest.mark.parametrize("damage", ["gone", "cut", "of another save"])
 @pytest.mark.parametrize("which", ["index", "description"])
 def test_an_index_or_description_that_is_not_as_committed_is_damage(which, damage, tmp_path):

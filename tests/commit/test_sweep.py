@@ -5,12 +5,11 @@ import os
 import pytest
 from support.committing import RUN, delete, part_only, save, swept
 from support.faulty import FaultyStore
-from support.sharded import make_part, named, objects, readable, views_of
+from support.sharded import make_part, objects, readable, views_of
 
 from tiered_checkpoint_io.engine.drain.client import DrainRunner
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.files import Arrivals
-from tiered_checkpoint_io.engine.durable.sweep import Survey, refresh, sweep
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.saver import PartSave
@@ -26,29 +25,6 @@ NOW, HOUR = 10_000.0, 3600.0
 @pytest.fixture
 def store(tmp_path):
     return DirectoryStore(str(tmp_path))
-
-
-def age(store, name, number, seconds):
-    for entry in [*store.list(f"{name}/"), *store.list(ids.save_prefix(ids.save_id(RUN, number)))]:
-        os.utime(f"{store.url}/{entry.key}", (NOW - seconds, NOW - seconds))
-
-
-def gone(store, **options):
-    return [name for _, name in sweep(store, Survey(), before=NOW - HOUR, **options)]
-
-
-def test_a_save_goes_once_it_is_old_and_older_than_all_live_ones(store):
-    save(store, "kept", 1, kind="sharded")
-    for number, name in enumerate(("a", "b", "c", "d"), start=2):
-        part_only(store, name, number, 1)
-        age(store, name, number, 100.0 if name == "c" else 2 * HOUR)
-    assert gone(store, live=[ids.save_id(RUN, 2)]) == []
-    assert gone(store) == ["a", "b"], "d is later than c, which was written to just now"
-    assert refresh(store, ids.save_id(RUN, 5)) and not refresh(store, ids.save_id(RUN, 9))
-    age(store, "c", 4, 2 * HOUR)
-    assert gone(store) == ["c"], "d was refreshed"
-    assert swept(store) == ["d"]
-    assert objects(store) == named(store) and readable(store, "kept") == 1
 
 
 def test_a_name_with_an_unreadable_manifest_keeps_its_saves_and_others_do_not(store):

@@ -1,15 +1,12 @@
 """Bad configuration and other bad input of a user: one clear error that says what is allowed; nothing is lost."""
 
-import time
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
 
-import botocore.session
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.bad_input import KEPT, Kept, state
+from support.bad_input import KEPT, state
 from support.clocks import hurried
 from support.failing import failing
 from support.supporting import build
@@ -17,8 +14,8 @@ from support.training import Model, Runs
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, from_config
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError, SaveError
-from tiered_checkpoint_io.model.config import NOT_OF_IO, S3Options, keys
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError
+from tiered_checkpoint_io.model.config import NOT_OF_IO, keys
 
 S3, PLAIN = {"dirpath": "s3://bucket/run"}, {"dirpath": "/a/folder", "memory_dir": "/dev/shm"}
 #: A key, what the error says is allowed, what else is configured, and values that it must not have.
@@ -109,17 +106,6 @@ def test_options_of_s3_are_checked_against_boto3s_names_and_values(options, said
     assert allowed in caught.value.hint
 
 
-def test_options_of_s3_have_names_and_values_that_boto3_knows():
-    service = botocore.session.get_session().get_service_model("s3")
-    hints = get_type_hints(S3Options)
-    for request in ("PutObject", "CreateMultipartUpload", "CopyObject"):
-        members = service.operation_model(request).input_shape.members
-        for name, hint in hints.items():
-            values = {value for of in get_args(hint) if get_origin(of) is Literal for value in get_args(of)}
-            assert name in members
-            assert values <= set(members[name].enum), name
-
-
 def test_every_key_is_tried():
     assert {key for key, *_ in BAD} == set(keys())
 
@@ -176,41 +162,6 @@ def test_paths_may_be_paths(tmp_path, memory_dir):
 
 
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-
-
-@pytest.fixture
-def kept_on_s3(s3_url, memory_dir):
-    kept = Kept(s3_url, memory_dir)
-    yield kept
-    kept.close()
-    kept.still_loads()
-
-
-@pytest.mark.parametrize(
-    ("secret", "said"),
-    [
-        # Neither in the environment, nor in files, nor from a metadata service, which the server's own rule out.
-        (None, "NoCredentialsError.*environment, profile or role"),
-        ("not-it", "SignatureDoesNotMatch.*credentials are wrong or have expired"),
-    ],
-)
-def test_no_credentials_and_wrong_ones(kept_on_s3, monkeypatch, secret, said):
-    with monkeypatch.context() as env:
-        for key in KEYS if secret is None else ():
-            env.delenv(key)
-        if secret is not None:
-            env.setenv(KEYS[1], secret)
-        io, started = kept_on_s3.io(), time.monotonic()
-        assert io.load_checkpoint("tiered:latest")["global_step"] == 1
-        with failing("credentials", match=said) as caught:
-            io.load_checkpoint("nowhere.ckpt")
-        assert not caught.value.retryable
-        with pytest.raises(SaveError, match=rf"in memory, but not on the durable tier.*{said}"):
-            io.save_checkpoint(state(2), "epoch=0-step=2.ckpt")
-        with pytest.raises(SaveError, match=rf"{said}.*stays in node memory; .* tiered-ckpt flush --namespace "):
-            io.teardown()
-        assert time.monotonic() - started < 30
-    kept_on_s3.mended(2)
 
 
 def test_a_trainer_refuses_what_no_trainer_saved_and_its_advice_works(memory_dir, tmp_path):

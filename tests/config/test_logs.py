@@ -2,7 +2,6 @@
 
 import logging
 import re
-import shutil
 import subprocess
 import sys
 
@@ -73,29 +72,6 @@ def test_a_users_own_logger_gets_it_all_with_their_own_format(job, tmp_path, cap
             next(each[3] for each in said if each[3].startswith("Step 4: saved a.ckpt to memory and "))
         ]
     assert "saved a.ckpt" not in capfd.readouterr().err
-
-
-def test_a_log_that_was_moved_away_is_made_anew(tmp_path, capfd):
-    logs = tmp_path / "logs"
-    log, file = get_logger("ns", log_dir=str(logs)), logs / "ns_checkpointing.log"
-    log.warning("one")
-    file.rename(f"{file}.1")
-    log.warning("two")
-    assert [lines(path)[0]["text"] for path in sorted(logs.iterdir())] == ["two", "one"]
-    shutil.rmtree(logs)
-    log.warning("three")
-    assert [each["text"] for each in lines(file)] == ["three"]
-    # If it can't be, a line is lost, and nothing else.
-    shutil.rmtree(logs)
-    logs.write_text("a file in its place")
-    for _ in range(2):
-        log.warning("four")
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if "Rank" not in line]
-    assert "can't write the log" in said
-    assert "Not a directory" in said
-    logs.unlink()
-    log.warning("five")
-    assert [each["text"] for each in lines(file)] == ["five"]
 
 
 @pytest.mark.parametrize("taken", ["folder", "file"])

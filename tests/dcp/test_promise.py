@@ -121,28 +121,6 @@ def test_all_ranks_return_after_the_commit_or_get_the_error(kind, job, tmp_path)
         assert "not on the durable tier" in answer["message"]
 
 
-class Interrupting:
-    """Ends the process while it is pickled, as Ctrl-C or a handler of signals does."""
-
-    def __init__(self, by):
-        self.by = by
-
-    def __reduce__(self):
-        raise self.by
-
-
-@pytest.mark.parametrize("save", [dcp.save, dcp.async_save], ids=["save", "async_save"])
-@pytest.mark.parametrize("by", [KeyboardInterrupt(), SystemExit(143)], ids=["interrupt", "exit"])
-def test_what_ends_the_process_amid_a_save_ends_it(save, by, options):
-    """DCP takes it for one more failure of the save, after which training would continue."""
-    with pytest.raises(type(by)):
-        save({"t": torch.ones(4), "object": Interrupting(by)}, checkpoint_id="step_1", **options)
-    build(dcp.save, {"t": torch.ones(4)}, checkpoint_id="step_2", **options)
-    state = {"t": torch.zeros(4)}
-    assert build(dcp.load, state, **options).opened.name == "step_2"
-    assert state["t"].tolist() == [1.0] * 4
-
-
 def test_any_rank_coordinates(job, tmp_path):
     by_last, by_global, local = job(
         3,

@@ -1,9 +1,7 @@
 """Sharded saves by real ranks over gloo, which plain DCP reads; and loads from memory, durable tier, other sizes."""
 
-import contextlib
 import logging
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as stock
 from support.losing import lose_memory
 from support.restoring import SMALL, flip
-from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -140,54 +137,11 @@ def test_ranks_that_save_to_different_places_get_an_error(ranks, tmp_path):
     assert not Path(there, ids.manifest_key("step_1")).exists()
 
 
-MIB = 1 << 20
-#: About 11.5 MiB in all.
-LARGE = {"rows": 120_000}
-
-
-@pytest.fixture
-def small(memory_dir, tmp_path):
-    """Makes a node of the simulated ones a real tmpfs of 5 MiB, 2 of which the operation log takes."""
-    with contextlib.ExitStack() as stack:
-        yield lambda node: stack.enter_context(mounted_tmpfs(f"{memory_dir}/{node}", 5 * MIB))
-
-
-def test_a_durable_save_that_neither_memory_nor_a_spill_has_room_for_fails_on_all_ranks(ranks, small):
-    small("b")
-    answers = ranks(
-        2,
-        ["save", 1, {"wait": True}],
-        ["save", 2, LARGE],
-        ["save_behind", 3, LARGE],
-        ["wait"],
-        ["save", 4, {"wait": True}],
-        ["load", 4],
-        ["load", 1, {"step": 1}],
-        nodes="ab",
-        save_to_s3=True,
-        on_save_error="raise",
-        spill_dir=None,
-    )
-    for first, failed, behind, _, *rest in answers:
-        assert "error" not in first
-        for text in (failed["message"], behind["message"]):
-            assert re.search(r"does not fit: .* the node's free memory allow [0-9]+.*name a spill_dir", text), text
-        assert [step.get("error") for step in rest] == [None] * 3, [step.get("message") for step in rest]
-        assert [step["got"]["matches"] for step in rest[1:]] == [True, True]
-
-
 def test_any_number_of_ranks_loads_what_any_number_saved(ranks):
     answers = ranks(4, ["reshard"], save_to_s3=True)
     for rank, answer in enumerate(answers):
         expected = [[saved, loaded] for saved in (1, 2, 3, 4) for loaded in (1, 2, 3, 4) if rank < loaded]
         assert answer[0].get("got") == expected, answer[0].get("message")
-
-
-def test_a_job_goes_on_from_memory_after_all_its_processes_died(ranks):
-    ranks(4, ["save", 1], ["save", 2])
-    for answer in ranks(4, ["load", 2], ["load", 1, {"step": 1}], ["load", 1, "step_1"]):
-        assert [each["got"]["matches"] for each in answer] == [True] * 3
-        assert answer[0]["got"]["asked"].get("bytes.down", 0) == 0
 
 
 def test_what_grows_with_tensors_and_ranks_goes_to_no_rank_from_all_others(ranks, memory_dir):

@@ -1,7 +1,6 @@
 """The drain, in this process: its work, refusals and end, messages about failures, roots after a power loss."""
 
 import logging
-import os
 import shutil
 
 import pytest
@@ -10,13 +9,9 @@ from support.draining import drain, names, readable
 from support.faulty import FaultyStore, Injected, refusing
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain import status
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, Stores
-from tiered_checkpoint_io.engine.drain.unfinished import Begun
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
@@ -65,15 +60,6 @@ def test_what_may_pass_is_retried_by_itself_and_said_until_it_is_done(node, stor
     assert readable(store, "a.ckpt") == b"A"
 
 
-def test_what_has_failed_a_thousand_times_is_tried_again():
-    """A right that is missing for a day ended the drain."""
-    begun, clock = Begun(), Clock()
-    for error in (StoreError("no", reason="access"), StoreError("away", reason="unavailable")):
-        for _ in range(1100):
-            begun.failed(error, clock)
-        assert 0 < begun.due - clock.monotonic() <= 60
-
-
 def test_the_log_of_its_process_does_not_grow_for_ever(node):
     """Processes that have opened the file still append to it."""
     path = node.root / status.LOG
@@ -108,17 +94,6 @@ def test_a_delete_goes_with_the_save_that_replaces_and_stays_where_that_is_given
         node.delete("best-2")
         drain(node).run(once=True)
     assert "did not reach the durable tier" in node.queue.outcome(old).error
-
-
-def test_a_process_that_has_saved_nothing_deletes_behind_what_is_queued(node, store):
-    node.save("1.ckpt", b"1")
-    node.drain()
-    saved, lock, checkpointer = node.save("2.ckpt", b"2"), try_lock(node.root / LOCK_FILE), Checkpointer(node.config)
-    checkpointer.remove("1.ckpt")
-    assert [each.target for each in node.queue.requests()] == [saved]
-    release(lock)
-    checkpointer.session.close()
-    assert names(store) == ["2.ckpt"]
 
 
 def test_deletes_that_are_refused_are_tried_one_at_a_time_until_one_is_not(node, store):
@@ -198,28 +173,6 @@ def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(nod
     assert drain(node).run()
     assert node.states() == dict.fromkeys(queued, "committed")
     assert readable(store, "a.ckpt") == b"A"
-
-
-def test_a_forked_child_keeps_no_lock_alive(node):
-    """A worker of a DataLoader that outlives its trainer must not pass for one."""
-    lock = try_lock(node.root / TRAINERS_FILE, shared=True)
-    ready, go = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(go)
-        os.read(ready, 1)
-        os._exit(0)
-    os.close(ready)
-    try:
-        assert try_lock(node.root / TRAINERS_FILE) is None
-        release(lock)
-        # Our lock is gone; the child's copy must not count. The child may not have returned from fork yet.
-        alone = try_lock(node.root / TRAINERS_FILE, patience_s=10)
-        assert alone is not None
-        release(alone)
-    finally:
-        os.close(go)
-        os.waitpid(child, 0)
 
 
 @pytest.mark.timeout(30)

@@ -1,6 +1,5 @@
 """Drains of sharded checkpoints: several ranks, nodes and groups, late parts, requests; and as trainers see them."""
 
-import logging
 import os
 import time
 from collections import Counter
@@ -8,25 +7,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.clocks import VirtualClock
 from support.committing import save, swept
 from support.draining import LOG, Node, drain, names, working
-from support.faulty import FaultyStore, Injected, refusing
+from support.faulty import FaultyStore, refusing
 from support.sharded import named, objects, readable
 from support.story import op_id
 from support.waiting import until
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.drain.log import read_events
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.status import Announcer
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
 from tiered_checkpoint_io.errors import DrainError
-from tiered_checkpoint_io.logs import get_logger, size_text
+from tiered_checkpoint_io.logs import get_logger
 from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores import open_store
-from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
 def part_op(number, rank):
@@ -70,62 +65,6 @@ def test_a_save_is_durable_whether_or_not_what_it_replaced_can_be_removed(world_
 
 
 # -------------------------------------------------------------------------------- two nodes
-def test_parts_of_two_nodes_meet_on_s3(memory_dir, s3_url):
-    """If the coordinator's drain is first, it does other work, and commits when all parts are there."""
-    nodes = []
-    for number in (0, 1):
-        os.mkdir(f"{memory_dir}/{number}")
-        nodes.append(Node(f"{memory_dir}/{number}", s3_url))
-    store = open_store(nodes[0].config)
-    with working(nodes[0]):
-        for number, name in enumerate(("a.ckpt", "a.ckpt", "b.ckpt"), start=1):
-            for rank in (3, 2, 1, 0):
-                nodes[rank % 2].part(name, number, rank, world_size=4, suffix=f"-{number}")
-        full = nodes[0].save("own.ckpt", b"of one rank")
-        until(lambda: nodes[0].states().get(full) == "committed", "what needs no other node is done")
-        assert names(store) == ["own.ckpt"]
-        assert drain(nodes[1]).run(once=True)
-        assert set(nodes[1].states().values()) == {"committed"}
-        assert nodes[1].queue.progress().counters["uploaded"] == 6
-        until(lambda: not pending(nodes[0]), "all is committed")
-        nodes[0].delete("a.ckpt")
-        until(lambda: names(store) == ["b.ckpt", "own.ckpt"], "the older one goes")
-    assert readable(store, "b.ckpt") == 3
-    assert left(store) == []
-    store.close()
-
-
-def test_a_commit_that_waited_separates_its_own_upload_from_the_whole_checkpoint(nodes, store, caplog):
-    first, second = nodes
-    caplog.set_level(logging.INFO)
-    clock = VirtualClock()
-
-    class Slow(DirectoryStore):
-        """Takes 10 s for each file of a part."""
-
-        def upload(self, key, *args, **kwargs):
-            clock.advance(0.0 if key.startswith(".tiered/") else 10.0)
-            return super().upload(key, *args, **kwargs)
-
-    worker = drain(first, Slow(store.url), clock=clock)
-    first.part("1.ckpt", 1, 0)
-    assert worker.run(once=True)
-    clock.advance(100.0)
-    second.part("1.ckpt", 1, 1, size=50_000)
-    drain(second).run(once=True)
-    assert worker.run(once=True)
-    assert first.states() == {op_id(1): "committed"}
-    sizes = [stored.part.content.size for node in nodes for stored in node.tier.parts()]
-    outcome = first.queue.outcome(op_id(1))
-    assert outcome.seconds >= 120, "from the first byte that was sent"
-    assert outcome.bytes == sum(sizes)
-    (event,) = (each for each in read_events(first.root) if each["event"] == "upload")
-    assert (event["size_bytes"], 20 <= event["seconds"] < 40) == (sizes[0], True), "of its part, without the wait"
-    assert first.queue.progress().rate == pytest.approx(sizes[0] / event["seconds"], rel=0.01)
-    (line,) = (each for each in caplog.messages if "is durable" in each)
-    assert size_text(sum(sizes)) in line
-
-
 def test_a_part_that_never_comes_is_reported_and_the_next_save_clears_it_up(nodes, store):
     first, second = nodes
     first.part("1.ckpt", 1, 0)
@@ -153,19 +92,6 @@ def test_a_part_that_never_comes_is_reported_and_the_next_save_clears_it_up(node
     assert readable(store, "4.ckpt") == 4
     assert left_by_sweep(store) == []
     assert pending(first) == pending(second) == []
-
-
-def test_a_damaged_description_of_a_save_that_waits_holds_up_no_later_one(nodes, store):
-    first, second = nodes
-    first.part("1.ckpt", 1, 0)
-    drain(first).run(once=True)
-    store.put(ids.description_key(op_id(1), 1), b"{")
-    first.part("2.ckpt", 2, 0)
-    second.part("2.ckpt", 2, 1)
-    for node in (second, first):
-        drain(node).run(once=True)
-    assert first.states()[op_id(2)] == "committed"
-    assert names(store) == ["2.ckpt"]
 
 
 BEFORE = 6
@@ -316,23 +242,6 @@ def test_what_has_become_complete_is_committed_in_place_of_being_given_up(nodes,
     assert handle.has_room(op_id(91))
     assert (drain(first) if restarts else worker).run(once=True)
     assert first.states()[op_id(2)] == "skipped"
-
-
-@pytest.mark.parametrize("what", ["upload", "list"])
-def test_what_is_complete_and_can_not_be_committed_is_spared_once(nodes, store, what, caplog):
-    """Or else the queue would grow. Nor does a look that fails keep it, or the drain busy."""
-    caplog.set_level("INFO")
-    first, second = nodes
-    first.part("1.ckpt", 1, 0)
-    assert drain(first).run(once=True)
-    second.part("1.ckpt", 1, 1)
-    assert drain(second).run(once=True)
-    worker = drain(first, refusing(store, lambda asked, _: asked == what, Injected("away")), clock=Clock(LATER))
-    for state in ("failed", "skipped") if what == "upload" else ("skipped",):
-        cancel = first.cancel(op_id(1))
-        assert worker.run(once=True)
-        assert (first.states()[op_id(1)], first.states()[cancel]) == (state, "committed")
-    assert caplog.text.count("is not given up") == (what == "upload")
 
 
 def test_what_an_earlier_start_left_incomplete_is_no_failure_of_this_one(memory_dir, store, handle_of, caplog):

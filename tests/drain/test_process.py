@@ -22,7 +22,6 @@ from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.process import FOR_TRAINER
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.durable.commit import is_sent
-from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.memory.node import is_locked, release, try_lock
 
 
@@ -102,23 +101,6 @@ def test_a_trainer_that_starts_gets_a_drain_of_its_own_which_goes_on_with_the_wo
     until(lambda: is_over(old), "the old one leaves")
     node.part("a", 1, 1, series="")
     assert now.wait(op, 60).state == "committed"
-
-
-def test_each_outcome_is_reported_once_and_a_wait_for_none_ends(node, handle_of, caplog):
-    caplog.set_level("INFO")
-    handle, told, lock = handle_of(node, clock=Clock(Timing(say_wait_s=0))), [], try_lock(node.root / LOCK_FILE)
-    for number in range(1, 21):
-        node.queue.finish(Outcome(op_id(number), "save", f"{number}.ckpt", number, "committed"))
-        told += [outcome.step for outcome in handle.news()[0]]
-    assert told == [*range(1, 21)]
-    node.number = 20
-    save_id = node.save("a.ckpt", b"A")
-    with pytest.raises(DrainError, match=r"not durable after 0 s .no upload in progress"):
-        handle.wait(save_id, 0.1)
-    with pytest.raises(DrainError, match="1 operations not durable"):
-        handle.flush(0.1)
-    assert re.search(r"the upload of a.ckpt to \S+: 0 s so far, 0 s more at most; no upload in progress", caplog.text)
-    release(lock)
 
 
 def test_one_that_has_died_is_kept_up_only_where_work_is_left(node, store, handle_of):

@@ -1,14 +1,10 @@
 """The order of the work, against a model; the messages of trainer and drain in the log."""
 
-import fcntl
 import os
-import signal
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.draining import drain, names
 from support.story import op_id
 from support.tenants import Tenant, descriptors_to_spare, mounted_tmpfs
 
@@ -20,7 +16,6 @@ from tiered_checkpoint_io.engine.drain.operations import (
     next_operation,
 )
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 
@@ -96,37 +91,6 @@ def test_whatever_fails_no_delete_passes_what_it_waits_for(lines, data):
 
 
 # ---------------------------------------------------------------------------------------- the log
-def test_an_alias_that_comes_with_its_target_while_the_drain_looks_waits_for_it(node):
-    """Found by the kill sweep: the drain has listed the saves, and not yet the requests."""
-    ops = []
-
-    def listing():
-        found = node.tier.parts()
-        if not ops:
-            ops.extend([node.save("a.ckpt", b"A"), node.alias("last.ckpt", "a.ckpt")])
-        return found
-
-    assert node.queue.look(SimpleNamespace(parts=listing)) == []
-    assert [each.op_id for each in node.queue.look(node.tier)] == ops
-
-
-def test_a_log_that_is_full_of_requests_empties_again(node, store):
-    """An outcome is larger than its request: if it found no room, the same request was carried out for ever."""
-    long = "/".join(["x" * 200] * 15)
-    for number in range(3):
-        node.queue.journal(op_id(900 + number)).write({"upload": "x" * 240_000})
-    for action in ("delete", "cancel"):
-        with pytest.raises(MemoryFullError, match="too much is queued"):
-            for number in range(1000):
-                node.request(action, f"{long}/{number}.ckpt", op_id(1))
-        assert number > 20
-    drain(node).run(once=True)
-    assert not node.queue.requests()
-    saved = node.save("a.ckpt", b"A")
-    drain(node).run(once=True)
-    assert (names(store), node.states()[saved]) == (["a.ckpt"], "committed")
-
-
 def test_only_the_newest_outcomes_are_kept_and_those_of_one_save_together(queue, tmp_path):
     other, ranks = Queue(tmp_path), range(8)
     for number in range(70):
@@ -140,16 +104,6 @@ def test_only_the_newest_outcomes_are_kept_and_those_of_one_save_together(queue,
     assert len(kept) % 9 == 0
     assert {each.state for each in kept} == {"committed"}
     assert other.outcome(part(69, 1).op_id).action == "part"
-
-
-def test_what_a_delete_follows_is_known_however_much_was_done_since(queue):
-    """Only outcomes of the newest saves are kept, except these."""
-    queue.submit(delete(1000, "old", op_id(1)))
-    for number in range(1, 620):
-        queue.finish(ended(number, "committed"))
-    assert 500 < len(queue.outcomes()) < 512 + 4
-    assert queue.outcome(op_id(1)).state == "committed"
-    assert queue.outcome(op_id(2)) is None
 
 
 BODY = "y" * 300
@@ -167,29 +121,6 @@ def numbers(log, prefix):
 
 
 # ------------------------------------------------------------------------------------ two writers
-def test_a_forked_child_keeps_no_lock_alive_that_its_parent_died_with(path, monkeypatch):
-    ready, go = os.pipe()
-    parent, lock = os.fork(), fcntl.flock
-    if not parent:
-        log = OperationLog(path)
-
-        def forking(descriptor, kind):
-            lock(descriptor, kind)
-            if os.fork():
-                os.kill(os.getpid(), signal.SIGKILL)
-            os.close(go)
-            os.read(ready, 1)
-            os._exit(0)
-
-        monkeypatch.setattr(fcntl, "flock", forking)
-        log.write({"b": 2})
-    os.close(ready)
-    assert os.waitpid(parent, 0)[1] == signal.SIGKILL
-    OperationLog(path).write({"c": 3})
-    assert OperationLog(path).entries("") == {"c": 3}
-    os.close(go)
-
-
 # --------------------------------------------------------------------------------------- scarcity
 @pytest.mark.parametrize("what", ["space", "files", "descriptors"])
 def test_it_goes_on_for_ever_where_nothing_is_left(what, tmp_path):

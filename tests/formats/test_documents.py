@@ -159,35 +159,6 @@ def test_names_and_keys(name):
         assert ids.name_in(dirpath, name) == ids.name_in(dirpath, f"./{name}") == name
 
 
-@given(save_ids, st.integers(0, 1 << 20))
-def test_keys_of_parts_and_ids_of_operations(save_id, rank):
-    assert ids.rank_of_description(ids.description_key(save_id, rank)) == rank
-    assert ids.rank_of_description(ids.index_key(save_id)) is None
-    own, other = (ids.part_op_id(save_id, rank, commits=commits) for commits in (True, False))
-    assert own == ids.save_id_of_op(own) == ids.save_id_of_op(other) == save_id
-    assert ids.validate_op_id(own) == own
-    assert ids.validate_op_id(other) == other
-    assert own < other < save_id[:-8] + "99999999.x"
-    for wrong in (other + "/../x", other + "x", f"{save_id}.rank-", f"{save_id}.rank-1", "", "rank-00001", None):
-        with pytest.raises(ConfigError):
-            ids.validate_op_id(wrong)
-
-
-def test_which_part_commits_its_save():
-    def part(rank, kind, *paths, switch=None, coordinator=-1):
-        files = tuple(FileEntry(path, 0, 1 << 24, ("0" * 32,)) for path in paths)
-        facts = {"switch": switch, "coordinator": coordinator, "parts": 4}
-        content = Content(ids.save_id(ids.new_run_id(), 1), 1, 0, kind, 1.0, 4, {}, files, **facts)
-        return Part("a", rank, content, "d", True)
-
-    assert part(3, "full", "a", switch="a").commits
-    assert part(2, "sharded", "a/__2_0.distcp", "a/.metadata", switch=".metadata").commits
-    assert not part(0, "sharded", "a/__0_0.distcp", switch=".metadata").commits
-    assert not part(0, "sharded", switch=".metadata").commits
-    assert part(0, "local", "a/x", coordinator=0).commits
-    assert not part(1, "local", "a/.metadata", coordinator=0).commits
-
-
 @given(save_ids, st.floats(0, 4e9))
 def test_a_later_run_sorts_behind_whatever_its_clock_says(seen, now):
     assert ids.save_id(ids.new_run_id(after=seen, now=now), 0) > seen

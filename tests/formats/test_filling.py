@@ -30,22 +30,6 @@ def filled(image, **options):
     return bytes(buffer)
 
 
-def test_many_small_tensors_in_several_chunks():
-    sizes = [1, 7, 4096, 5000, 300]
-    image = plan({f"p{n}": torch.full((sizes[n % 5],), float(n)) for n in range(6000)})
-    assert image.size > 2 * image.chunk_size
-    wanted = bytearray(image.size)
-    for region in image.regions:
-        wanted[region.offset : region.offset + region.nbytes] = ctypes.string_at(
-            region.storage.data_ptr(), region.nbytes
-        )
-    for segment in image.segments:
-        wanted[segment.offset : segment.offset + segment.nbytes] = segment.data
-    for count in (1, 2, 8):
-        for hashed in (True, False):
-            assert filled(image, threads=count, hashed=hashed) == wanted
-
-
 def test_a_tensor_that_shrank_meanwhile_is_an_error_and_no_crash():
     weight = torch.ones(1 << 20)
     image = plan({"w": weight})

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from support.training import Model, Runs
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -115,34 +114,3 @@ def test_last_is_an_object_that_boto3_and_torch_load_and_of_which_nothing_was_se
     # Four steps were saved and uploaded; each became the last one.
     assert drain.counters["bytes.copied"] >= size
     assert 4 * size <= drain.counters["bytes.sent"] < 5 * size
-
-
-@pytest.mark.parametrize("save_last", [None, True])
-def test_what_lightnings_on_exception_checkpoint_saved_is_a_last_as_well(runs, save_last):
-    """With it, Lightning's ``fit`` without ``ckpt_path`` means the last one."""
-
-    def both():
-        return newest(s3_every_n_train_steps=2, save_last=save_last), OnExceptionCheckpoint(runs.dirpath)
-
-    runs.fit(*both(), stop_at=5, ckpt_path=None)
-    assert {"on_exception.ckpt", "epoch=0-step=4.ckpt"} <= set(runs.durable())
-    trainer, _ = runs.fit(*both(), max_steps=9, ckpt_path=None)
-    assert trainer.io.checkpointer.restored.step == 5
-    # Lightning has it removed after a fit without an exception.
-    trainer.io.teardown()
-    assert "on_exception.ckpt" not in runs.durable()
-    trainer, _ = runs.fit(*both(), max_steps=11, ckpt_path="last")
-    restored = trainer.io.checkpointer.restored
-    # Some releases save "last" once more when training ends.
-    assert (restored and restored.step) in ((8, 9) if save_last else (None,))
-    trainer.io.teardown()
-
-
-@pytest.mark.parametrize("options", [{}, {"monitor": "step", "mode": "max"}, {"save_last": None}])
-def test_a_checkpoint_that_is_saved_again_under_its_name_is_not_deleted(runs, options):
-    callback = newest(filename="one", enable_version_counter=False, **options)
-    trainer, _ = runs.fit(callback, ckpt_path=None)
-    trainer.io.teardown()
-    assert callback._withheld == []
-    assert runs.durable() == ["last.ckpt", "one.ckpt"][-1 if "save_last" in options else 0 :]
-    assert runs.io().load_checkpoint("one.ckpt")["global_step"] == 20

@@ -74,19 +74,6 @@ def test_averages_that_a_training_has_ended_with_are_nothing_to_resume_from(runs
 
 
 # ------------------------------------------------------------------------------------ weights alone
-def test_weights_alone_are_said_to_be_nothing_to_resume_from(runs, caplog):
-    caplog.set_level("INFO", logger="tiered_checkpoint_io")
-    resume = 'to resume: trainer.fit(..., ckpt_path="tiered:latest")'
-    runs.fit(TieredModelCheckpoint(save_weights_only=True), ckpt_path=None, max_steps=5)
-    assert caplog.messages[-1] == "these are weights alone, which training can't resume from"
-    assert resume not in caplog.messages
-    caplog.clear()
-    runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=5, every_n_train_steps=10))
-    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert f"{runs.dirpath} has weights alone, which training can't resume from: epoch=0-step=5.ckpt" in warned
-    assert caplog.messages[-1] == resume
-
-
 def test_what_a_trainer_saves_that_has_not_trained_is_nothing_to_resume_from(runs):
     """The trainer holds the weights that it has tested, step 0, and no optimizers."""
     runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=10), max_steps=10)

@@ -1,7 +1,6 @@
 """TieredModelCheckpoint with failures, with other callbacks, and instead of Lightning's own during a run, and back."""
 
 import os
-import pickle
 from pathlib import Path
 
 import pytest
@@ -45,17 +44,6 @@ def test_dirpaths_and_steps_that_are_not_allowed(runs, tmp_path):
             TieredModelCheckpoint(memory_every_n_train_steps=value)
     with pytest.raises(ConfigError, match="bucket"):
         TieredModelCheckpoint(dirpath="s3://")
-
-
-def test_an_io_is_pickled_without_its_engine_and_may_be_used_again_after_teardown(runs):
-    io = runs.io()
-    io.save_checkpoint({"global_step": 1}, "a.ckpt", storage_options={"tiers": "memory"})
-    copy = pickle.loads(pickle.dumps(AsyncCheckpointIO(io)))
-    io.teardown()
-    io.teardown()
-    for each in (io, copy):
-        assert each.load_checkpoint("tiered:latest")["global_step"] == 1
-        each.teardown()
 
 
 # ------------------------------------------------------------------ several below one dirpath
@@ -162,22 +150,6 @@ def test_what_lightning_left_at_dirpath_stays_and_is_named(runs_on_each, ckpt_pa
     resumed, _ = runs.fit(TieredModelCheckpoint(**{**BEST, **every_epoch}), ckpt_path="last.ckpt", max_steps=60)
     assert resumed.global_step == 60
     store.close()
-
-
-def test_a_later_step_that_lightning_saved_beside_ours_is_named(runs_on_each, caplog):
-    """A run without our IO saved in the same folder in between."""
-    runs = runs_on_each
-    runs.fit(TieredModelCheckpoint(every_n_train_steps=10, filename="{step}"), max_steps=10, ckpt_path=None)
-    stock(runs, runs.root / "old", 40, every_n_train_steps=20, save_top_k=-1, filename="{step}")
-    store = open_store(TieredCheckpointConfig(dirpath=runs.dirpath))
-    for path in (runs.root / "old").iterdir():
-        store.put(path.name, path.read_bytes())
-    store.close()
-    resumed, _ = runs.fit(TieredModelCheckpoint(every_n_train_steps=10, filename="again-{step}"), max_steps=20)
-    assert resumed.global_step == 20
-    (said,) = [record.getMessage() for record in caplog.records if "passes by" in record.getMessage()]
-    assert said.startswith("tiered:latest took step=10.ckpt (step 10), and passes by step=40.ckpt (step 40), which has")
-    assert said.endswith(f"give its name: ckpt_path='{runs.dirpath}/step=40.ckpt'")
 
 
 def test_from_lightnings_own_and_nothing_elsewhere_is_deleted(runs, tmp_path):

@@ -13,13 +13,12 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from support.clocks import quick
 from support.training import LogBook, Model, Stop, Told
 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.preemption import Preempted
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, SaveError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -168,34 +167,6 @@ def test_a_second_signal_ends_the_wait_for_an_upload(runs, monkeypatch, caplog, 
 
 
 # ---------------------------------- room for the first save, made while the first batches run, if there will be one
-@pytest.fixture
-def prepared(monkeypatch):
-    """Returns the sizes that were prepared."""
-    sizes, prepare = [], Checkpointer.prepare
-    monkeypatch.setattr(Checkpointer, "prepare", lambda engine, size: sizes.append(size) or prepare(engine, size))
-    return sizes
-
-
-@pytest.mark.parametrize(
-    "callback",
-    [
-        lambda: TieredModelCheckpoint(memory_every_n_train_steps=4, save_top_k=0),
-        lambda: ModelCheckpoint(every_n_train_steps=10),
-    ],
-    ids=["ours", "lightnings"],
-)
-def test_the_first_save_of_a_training_is_prepared_once_after_its_first_step(callback, runs, prepared):
-    class Steps(Callback):
-        def on_train_batch_start(self, *_):
-            seen.append(len(prepared))
-
-    for trained in (0, 1):
-        seen: list[int] = []
-        trainer, _ = runs.fit(Steps(), callback(), model=Model(ballast=2 << 20), max_steps=20 * (trained + 1))
-        assert seen == [trained] + [trained + 1] * 19, "after the first step: a restart has enough to do before"
-    assert prepared == [pytest.approx(trainer.io.checkpointer.session.last_save.size, rel=1 / 16)] * 2
-
-
 class Accumulating(Model):
     """Each batch has a gradient of its own; stops as a crash would before a batch."""
 

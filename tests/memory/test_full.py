@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from support.bad_input import KEPT, Kept, state
-from support.documented import command
 from support.supporting import build
 from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, no_more_threads
 
@@ -24,7 +23,6 @@ from tiered_checkpoint_io.model import ids
 
 MIB = 1 << 20
 MEMORY_ONLY = {"tiers": ["memory"]}
-SKIPPED = r"steps of memory alone are skipped: .*(give it more space|give memory_dir more space)"
 
 
 @pytest.fixture
@@ -34,48 +32,8 @@ def small(tmp_path):
         yield folder
 
 
-@pytest.fixture
-def kept_in_small(small, tmp_path):
-    kept = Kept(tmp_path / "kept", small)
-    yield kept
-    kept.close()
-    Tenant(small).goes()
-    kept.still_loads()
-
-
 def large(step, mib=10):
     return state(step, size=mib * MIB // 4)
-
-
-def test_what_is_said_once_is_said_again_after_a_save_that_had_room(kept_in_small, caplog):
-    io = kept_in_small.io(memory_keep_last=5, spill_dir=None)
-    session, said = io.checkpointer.session, []
-
-    def caught():
-        return [each for each in caplog.messages if "the memory tier can't hold" in each]
-
-    for step, mib in enumerate([10, 10, 1, 10, 10], start=2):
-        io.save_checkpoint(large(step, mib=mib), f"{step}.ckpt", storage_options=MEMORY_ONLY)
-        said.append(len(caught()))
-    assert (said, session.counts["skipped"]) == ([1, 1, 1, 2, 2], 4)
-    io.teardown()
-
-
-def test_a_tmpfs_that_is_full_from_the_start(small, start, warned):
-    """Not even the queue of the drain has room there, so a spill is of no use."""
-    tenant = Tenant(small)
-    tenant.fills()
-    io = start(memory_dir=str(small))
-    with pytest.raises(
-        SaveError, match=r"^no room for the queue for the durable tier: .*memory_dir is full: .*lower memory_keep_last$"
-    ):
-        io.save_checkpoint(state(1), "1.ckpt")
-    with warned(SKIPPED):
-        io.save_checkpoint(state(2), "2.ckpt", storage_options=MEMORY_ONLY)
-    tenant.goes()
-    io.save_checkpoint(state(3), "3.ckpt")
-    assert io.load_checkpoint("tiered:latest")["global_step"] == 3
-    io.teardown()
 
 
 def test_ended_trials_give_their_memory_to_the_next_if_all_they_have_is_durable(start, tmp_path, caplog):
@@ -135,21 +93,6 @@ def test_other_processes_take_the_memory_of_the_node_or_job(kept, warned):
     assert io.load_checkpoint("tiered:latest")["global_step"] == 6
     io.remove_checkpoint("5.ckpt")
     io.remove_checkpoint("6.ckpt")
-
-
-def test_an_export_to_a_full_file_system_is_an_error(small, tmp_path, memory_dir):
-    """A mapped file must have its space before it is written to; a torch file is written beside the fetched files."""
-    run = str(tmp_path / "run")
-    writer = build(TieredStorageWriter, dirpath=run, memory_dir=memory_dir, wait=True, drain="thread")
-    for step, size in ((1, MIB), (2, MIB // 5)):
-        torch_dcp.save({"x": torch.ones(size)}, checkpoint_id=f"step_{step}", storage_writer=writer, no_dist=True)
-    writer.close()
-    Tenant(small).fills(leave=MIB)
-    before = os.listdir(small)
-    for step in (1, 2):
-        refused = command("get", run, f"step_{step}", small / "target.pt").exception
-        assert "No space left" in str(refused) and isinstance(refused, SaveError), refused
-        assert os.listdir(small) == before
 
 
 @pytest.mark.parametrize(("drain", "how"), [("thread", "files alone"), ("thread", "moved"), ("process", "removed")])
@@ -428,24 +371,6 @@ def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept_somew
     assert is_there, "the newest is"
     assert 2 < len(refused) < 24
     assert all("Too many open files" in text for text in refused), refused
-
-
-def test_what_a_callback_asks_out_of_descriptors_stops_no_training(kept_somewhere):
-    made = kept_somewhere.io(on_save_error="warn").checkpointer
-    made.save(state(2), "2.ckpt")
-    with descriptors_to_spare(0):
-        made.alias("last.ckpt", "2.ckpt")
-        made.remove(KEPT)
-        made.session.poll()
-        made.session.progress()
-        made.session.is_pending(KEPT)
-    # A delete is queued even so. To look into memory takes a descriptor, but no save has failed.
-    assert made.session.progress().counters.get("failed", 0) == 0
-    made.session.wait()
-    assert not made.session.is_pending(KEPT)
-    assert not Path(kept_somewhere.options["dirpath"], KEPT).exists()
-    made.save(state(1), KEPT)
-    made.close()
 
 
 def test_where_no_thread_can_be_started_training_goes_on(kept_somewhere, caplog):

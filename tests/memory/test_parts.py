@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 from support.failing import failing
 
-from tiered_checkpoint_io.engine.retention import Rules, acquire
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryTierError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.parts import opened, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.documents import Place, hash_bytes
+from tiered_checkpoint_io.model.documents import hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 
 MIB = 1 << 20
@@ -175,47 +174,7 @@ def test_a_part_that_is_removed_while_it_is_being_opened_is_not_found(tier, monk
         pass
 
 
-def resident(slot):
-    """Returns the bytes of a slot's pages in its mapping, as the kernel counts them."""
-    with open("/proc/self/smaps") as maps:
-        text = maps.read().split(os.path.basename(slot.path))[1]
-    return 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Rss:"))
-
-
-def test_preparing_touches_pages_without_changing_them(tier):
-    slot = tier.acquire(3 * MIB)
-    slot.view[:6] = b"kept\0!"
-    tier.give_back(slot)
-    tier.prepare(3 * MIB, lambda: False)
-    assert (tier.acquire(3 * MIB), slot.touched) == (slot, 3 * MIB)
-    assert bytes(slot.view[:6]) == b"kept\0!"
-    assert resident(slot) >= 3 * MIB, "or the kernel is older than MADV_POPULATE_WRITE"
-    tier.give_back(slot)
-
-
-def test_only_so_many_free_slots_are_kept(tier):
-    stored = [save(tier, b"x" * 1000, number) for number in range(5)]
-    for part in stored:
-        tier.remove(part)
-    kept = files_in(tier.root / "slots")
-    assert len(kept) == 2
-    tier.prepare(9 * MIB, lambda: False)
-    assert files_in(tier.root / "slots") == kept, "none is made beyond these"
-    tier.close()
-    assert tier.usage() == 0, "and none when all is over"
-
-
 # ------------------------------------------------------------------------------------------- room
-
-
-def test_no_part_goes_for_a_slot_that_has_room_once_the_free_ones_are_given_up(tier):
-    old, *free = (save(tier, b"x" * size, number) for number, size in enumerate((MIB, 3 * MIB, 3 * MIB), start=1))
-    for stored in free:
-        tier.remove(stored)
-    tier.budget = tier.usage() + MIB // 2
-    # A free slot is large enough, but has space for 3 MiB only.
-    acquire(tier, 4 * MIB, Rules(ids.save_id(RUN, 4), 0, "full", Place("elsewhere")))
-    assert tier.parts() == [old]
 
 
 # --------------------------------------------------------------------------- folders, deaths, and the node

@@ -254,21 +254,6 @@ def test_failures_of_saves_and_uploads_are_counted_apart_from_all_others():
     assert (totals.failed, totals.failed_other) == (4, 4)
 
 
-def test_what_becomes_durable_counts_after_a_clock_was_ahead():
-    ahead = [save(9000, 10, durable=True, queued=True), uploaded(9005, 10, 9000)]
-    later = [save(1020, 20, durable=True, queued=True), uploaded(1025, 20, 1020)]
-    for before in (
-        [*ahead, at(1000, "step", step=15)],
-        # Of another machine.
-        [at(1000, "restore", name="step=10.ckpt", step=10, tier="durable", seconds=3.0, created=9000.0)],
-    ):
-        totals = totals_of(before)
-        assert (totals.durable_step, totals.durable_at) == (10, 1000)
-        # One that was captured earlier, and comes late, is not the last.
-        totals = totals_of([*before, *later, uploaded(1030, 12, 1010)])
-        assert (totals.durable_step, totals.durable_at) == (20, 1020)
-
-
 def test_the_record_is_bounded_and_its_totals_stay(tmp_path):
     facts = {key: value for key, value in save(0, 1).items() if key not in ("t", "event", "name")}
     for _ in range(7000):
@@ -277,12 +262,3 @@ def test_the_record_is_bounded_and_its_totals_stay(tmp_path):
     assert len(read_events(tmp_path)) < 6000
     assert totals_of(read_events(tmp_path)).memory_saves == 7000
     assert os.stat(tmp_path / EVENTS_FILE).st_mode & 0o777 == 0o600
-
-
-def test_a_line_that_was_cut_off_spoils_no_other(tmp_path):
-    note(tmp_path, "step", step=1)
-    with open(tmp_path / EVENTS_FILE, "ab") as file:
-        file.write(b'\n{"t":5,"event":"st')
-    note(tmp_path, "step", step=2, error="x" * 10_000)
-    assert [each["step"] for each in read_events(tmp_path)] == [1, 2]
-    assert len(read_events(tmp_path)[1]["error"]) == 300

@@ -101,14 +101,6 @@ def test_fresh_pages_are_written_with_the_same_bytes_and_verified(store, tmp_pat
             fetch(store, ENTRY, view, concurrency=3, write=writer_to(file.fileno()))
 
 
-@pytest.mark.parametrize("concurrency", [1, 12])
-def test_the_first_failure_stops_the_rest(store, concurrency):
-    faulty = FaultyStore(store, fail_at=3)
-    with failing("unavailable", match="injected at operation"):
-        fetch(faulty, ENTRY, memoryview(bytearray(len(DATA))), concurrency=concurrency)
-    assert 3 <= faulty.operations < 3 + concurrency
-
-
 def test_a_temporary_file_goes_where_its_filling_fails(tmp_path):
     with failing("unavailable"), temporary_file(tmp_path, 10):
         raise StoreError("gone", reason="unavailable")

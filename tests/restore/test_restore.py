@@ -1,11 +1,8 @@
 """Restore on one node and on several, with ranks as threads; also of checkpoints that another run overwrites."""
 
 import contextlib
-import os
 import tempfile
-from pathlib import Path
 
-import fsspec
 import pytest
 from support.failing import failing
 from support.faulty import FaultyStore
@@ -30,31 +27,9 @@ from tiered_checkpoint_io.errors import (
     RestoreError,
     StoreError,
 )
-from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 # ------------------------------------------------------------------------------------------- one node
-
-
-def test_the_memory_of_another_durable_tier_is_not_ours(world):
-    into_memory(world.tier(), "s3://elsewhere/run", "a.ckpt", NEW, 2)
-    Queue(world.tier().root).submit(Request(save_id(3), "alias", "last.ckpt", "s3://elsewhere/run", "old.ckpt"))
-    into_durable(world.store, "old.ckpt", OLD, 1)
-    assert world.restore()[1] == OLD
-    assert world.restore(Selector("last")) == (None, None)
-
-
-def test_more_than_one_batch_of_corrupt_ones_still_finds_the_intact_one(world):
-    into_durable(world.store, "step=0.ckpt", OLD, 1)
-    for number in range(2, 37):
-        into_durable(world.store, f"step={number}.ckpt", NEW, number)
-        os.unlink(Path(world.store.url, f"step={number}.ckpt"))
-        # Times in the order of saving, for any grain of the clock.
-        os.utime(Path(world.store.url, manifest_key(f"step={number}.ckpt")), (number, number))
-    os.utime(Path(world.store.url, manifest_key("step=0.ckpt")), (1, 1))
-    flip(into_memory(world.tier(), world.store.url, "m.ckpt", NEW, 50))
-    restored, data = world.restore()
-    assert (data, restored.step, len(restored.rejected)) == (OLD, 1, 36)
 
 
 def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path, monkeypatch):
@@ -155,12 +130,3 @@ def test_an_error_on_one_rank_reaches_all(world, broken):
     assert {type(error) for error in got} == {RestoreError}
     assert len({str(error) for error in got}) == 1
     assert "RuntimeError: out of order" in str(got[0])
-
-
-def test_what_ended_with_its_process_was_not_deleted(start, memory_dir):
-    for step in range(3):
-        io = start(dirpath="memory://ended", memory_dir=memory_dir)
-        assert io.load_checkpoint("tiered:latest").get("global_step", 0) == step
-        io.save_checkpoint({"global_step": step + 1}, f"{step + 1}.ckpt")
-        io.teardown()
-        fsspec.filesystem("memory").store.clear()

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import itertools
-from collections import Counter
 
 import pytest
 import torch
@@ -290,35 +289,3 @@ def test_a_locked_checkpoint_keeps_no_other_and_is_named_once(locks, memory_dir,
     run.save_checkpoint({"global_step": 4}, "c4")
     run.teardown()
     assert names(store) == ["c4"]
-
-
-def test_a_locked_file_keeps_nothing_of_other_checkpoints(locks, memory_dir):
-    store, lock, endpoint = locks
-    for number, kind in enumerate(("full", "sharded", "full", "sharded"), 1):
-        save(store, f"c{number}", number, kind=kind)
-    held = ["c1", "c2/__1_0-00000002.distcp"]
-    asked = lock(*(f"/run/{each}" for each in held))
-    node = Node(memory_dir, store.url, retention={"latest": 1}, endpoint_url=endpoint)
-    node.number, drain = 4, Drain(node.root)
-
-    def save_more(count):
-        for _ in range(count):
-            number = node.number + 1
-            node.request("retain", "retention/mine", node.save(f"n{number}", b"data", step=number))
-            drain.run(once=True)
-        return f"n{number}"
-
-    newest = save_more(1)
-    assert names(store) == ["c4", newest], "the newest of each kind"
-    described = [each.key for each in store.list(ids.SAVES_PREFIX) if "-00000002/" in each.key]
-    assert files(store) == sorted([*held, *(key for key in objects(store) if key.startswith("c4/")), newest])
-    assert len(described) == 3, "the descriptions of the files that are left stay"
-    before = Counter(asked)
-    newest = save_more(3)
-    assert sum((asked - before).values()) <= 2 * 3, "one of them at each save, by a request for many and one of its own"
-    lock()
-    drain = Drain(node.root)
-    newest = save_more(1)
-    swept(store)
-    assert names(store) == ["c4", newest] and objects(store) == named(store)
-    assert not node.queue.requests()

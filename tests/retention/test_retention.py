@@ -177,14 +177,6 @@ def test_a_process_group_beside_this_one_makes_room_only_of_what_is_durable():
     assert may_drop([*durable, part(4)], rules(), missing=20) == [], "its newest stays"
 
 
-def test_names_that_differ_by_step_and_epoch_are_one_series():
-    assert ids.series_of("tp0/step_5") == ids.series_of("tp0/step_12") != ids.series_of("tp1/step_5")
-    assert ids.series_of("epoch=0-step=12.ckpt") == ids.series_of("epoch=3-step=99.ckpt")
-    assert ids.series_of("tp0_ep0") != ids.series_of("tp1_ep0")
-    assert ids.series_of("step=1-loss=0.3.ckpt") == ids.series_of("step=2-loss=-1.2e-05.ckpt")
-    assert ids.series_of("lr=0.1/step_5") != ids.series_of("lr=0.2/step_5")
-
-
 def test_a_number_that_is_the_step_makes_no_other_series():
     names = ["checkpoint-{}/step_{}", "ckpt_{:06}", "global_step{}/x", "Iteration{}", "a/iter-{}-loss"]
     for name in names:

@@ -9,10 +9,8 @@ import torch
 from support.supporting import build
 
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.save.overlap import CHECK, Overlap, Spans, ends_of
 from tiered_checkpoint_io.engine.save.saver import PartSave
-from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 ROWS = 1 << 15
@@ -69,43 +67,6 @@ def job(memory_dir, tmp_path, monkeypatch):
         each.checkpointer.close()
 
 
-def test_an_alias_of_a_durable_save_that_failed_in_the_background_is_not_set(job, monkeypatch, caplog):
-    job = job()
-    job.save(1)
-    job.checkpointer.alias("last.ckpt", "step=1.ckpt")
-    job.go_on()
-    assert job.checkpointer.load("last.ckpt")["global_step"] == 1
-    seal, given_back = PartSave.seal, PartSave.give_back
-
-    def fails(part, *args, **options):
-        if part.facts.step == 2:
-            raise OSError("no such device")
-        seal(part, *args, **options)
-
-    def cannot(part):
-        given_back(part)
-        raise OSError("nor can it be given back")
-
-    monkeypatch.setattr(PartSave, "seal", fails)
-    monkeypatch.setattr(PartSave, "give_back", cannot)
-    job.may_copy.clear()
-    job.save(2)
-    job.checkpointer.alias("last.ckpt", "step=2.ckpt")
-    job.checkpointer.remove("step=1.ckpt")
-    job.go_on()
-    with pytest.raises(OSError, match="given back"):
-        job.checkpointer.saver.show()
-    monkeypatch.setattr(PartSave, "give_back", given_back)
-    assert job.checkpointer.load("last.ckpt")["global_step"] == 1
-    said = job.said(caplog)
-    assert [line for line in said if "no such device" in line]
-    assert [line for line in said if "last.ckpt stays as it is: the durable tier does not get step=2.ckpt" in line]
-    # The next one that gets there ends that.
-    job.save(3)
-    job.checkpointer.alias("last.ckpt", "step=3.ckpt")
-    assert job.checkpointer.load("last.ckpt")["global_step"] == 3
-
-
 def test_a_change_that_leaves_no_trace_is_found_by_the_check(job, monkeypatch, caplog):
     monkeypatch.setenv(CHECK, "1")
     caplog.set_level("INFO")
@@ -120,27 +81,6 @@ def test_a_change_that_leaves_no_trace_is_found_by_the_check(job, monkeypatch, c
     assert (second.tiers, second.overlapped) == ({"memory", "durable"}, False)
     assert [line for line in job.said(caplog) if line.endswith("a capture has found the state changed")]
     assert job.checkpointer.load("tiered:latest")["global_step"] == 2
-
-
-def test_an_upload_that_failed_is_seen_beside_a_save_and_raised_once_by_the_next(job, caplog):
-    job = job(on_save_error="raise")
-    for step in range(1, 4):
-        # From the third on, a save waits for nothing but its copies.
-        job.save(step, tiers=["memory"])
-        job.go_on()
-    session = job.checkpointer.session
-    queue, op_id = session.open().drain.queue, session.save_ids.next()
-    queue.finish(Outcome(op_id, "save", "lost.ckpt", 3, "failed", "no bucket"), final=False)
-    assert job.save(4, tiers=["memory"]).overlapped
-    assert "no bucket" not in caplog.text
-    job.go_on()
-    session.background.wait()
-    assert caplog.text.count("no bucket") == 1
-    with pytest.raises(SaveError, match="no bucket"):
-        job.save(5, tiers=["memory"])
-    assert job.save(6, tiers=["memory"]).step == 6
-    job.go_on()
-    assert session.counts["failed"] == 1
 
 
 def drawn(draw, base):

@@ -174,26 +174,7 @@ def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save
     assert engine.session.progress().drain.pid != pid
 
 
-def test_a_home_directory_may_be_written_as_a_shell_has_it(start, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    io = start(dirpath="~/runs/a")
-    io.save_checkpoint(state(1), "~/runs/a/step=1.ckpt")
-    assert (tmp_path / "runs" / "a" / "step=1.ckpt").is_file()
-    assert io.load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1
-    assert start(dirpath="~/runs/b").load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1
-    assert start(dirpath="~").checkpointer.dirpath == str(tmp_path)
-    # In a container whose user has no entry in the passwd file, it would be a folder "~" of the working directory.
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    with pytest.raises(ConfigError, match="dirpath is '~/runs/a': .*HOME is not set") as caught:
-        start(dirpath="~/runs/a")
-    assert caught.value.hint == "set HOME, or write the whole path"
-
-
 # ------------------------------------------------------------------------- the end of a process with work left
-MEMORY_ONLY = {"tiers": ["memory"]}
-
-
 @pytest.fixture
 def broken(kept):
     """Makes the durable tier fail, and work again."""
@@ -237,15 +218,6 @@ def test_operations_behind_a_failed_save_do_not_delay_the_end(drain, first, rule
     there = {path.name for path in Path(kept.options["dirpath"]).glob("*.ckpt")}
     assert there == {KEPT, "3.ckpt"}
     io.teardown()
-
-
-def test_a_job_of_memory_alone_starts_no_drain_to_remove_something(tmp_path, memory_dir):
-    io = TieredCheckpointIO(tmp_path / "never", memory_dir=memory_dir)
-    io.save_checkpoint(state(1), "1.ckpt", storage_options=MEMORY_ONLY)
-    io.remove_checkpoint("1.ckpt")
-    assert not io.checkpointer.session.open().drain.pending()
-    io.teardown()
-    assert not (tmp_path / "never").exists()
 
 
 # ------------------------------------------------------------------------------- threads and forked processes

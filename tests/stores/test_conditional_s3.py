@@ -63,18 +63,6 @@ def test_a_server_that_refuses_conditions_is_written_to_without(store, proxy, re
     assert store.tag("x") is None
 
 
-def test_a_server_that_refuses_what_is_as_expected_is_written_to_without(store, proxy):
-    """The server may compare tags in another spelling: each write would fail for ever."""
-
-    store.put("x", b"1")
-    proxy.plan = where(when(is_conditional, refuse(412, "PreconditionFailed")))
-    with failing("changed"):
-        store.put_if("x", b"2", "another")
-    assert store.get("x") == b"1"
-    store.put_if("x", b"2", store.tag("x"))
-    assert store.get("x") == b"2"
-
-
 @pytest.mark.parametrize("holds", [True, False])
 def test_while_another_write_is_under_way_the_condition_stays(store, proxy, holds):
     """AWS answers 409 then, and does not say yet whether the condition holds; a proxy's answer, for moto never does."""
@@ -110,25 +98,6 @@ def test_an_upload_in_parts_writes_over_nothing_that_came_meanwhile(store):
     store.upload_if("x", memoryview(data), store.tag("x"), journal=journal)
     assert store.get("x") == data
     assert store.metrics.snapshot()["requests.part"] == sent
-
-
-def test_so_the_server_may_say_at_its_last_request(store, proxy):
-    """AWS does; servers that install from packages ignore conditions there, hence a proxy's answer."""
-    proxy.plan = where(refuse(412, "PreconditionFailed"), operation="complete", key="x")
-    with failing("changed"):
-        store.upload_if("x", memoryview(bytes(20 * MIB)), None)
-    proxy.plan = where(lose_answer, operation="complete", key="x", calls=[1])
-    store.upload_if("x", memoryview(bytes(20 * MIB)), None)
-    assert store.size("x") == 20 * MIB
-
-
-def test_a_thousand_deletes_are_one_request(store):
-    keys = [f"x/{number:04d}" for number in range(1005)]
-    for key in (keys[0], keys[999], keys[1000], keys[1004]):
-        store.put(key, b"1")
-    store.delete_all(keys)
-    assert list(store.list("")) == []
-    assert store.metrics.snapshot()["requests.delete"] == 2
 
 
 def one_refused(code):

@@ -154,14 +154,3 @@ def test_a_bucket_that_is_not_there_is_no_empty_one(cloud):
     cloud.instead |= dict.fromkeys(("find", "info", "ls"), _raising(FileNotFoundError("bucket")))
     with failing("config", match="bucket 'bucket' does not exist"):
         list(store.list(""))
-
-
-def test_what_is_refused_is_asked_for_once_more_with_the_credentials_of_now(cloud):
-    store = RemoteStore("gs://bucket/run", clock=quick(credentials_again_s=0.0, retry_deadline_s=0.5))
-    store.put("a", b"A")
-    cloud.taken = "new"
-    with failing("access"):
-        store.get("a")
-    cloud.key = "new"
-    store.put("b", b"B")
-    assert (store.get("a"), store.get("b")) == (b"A", b"B")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_checkpoint_io.errors import ConfigError, StoreNotFoundError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.nemo import s3_dirpath_utils
 from tiered_checkpoint_io.nemo.s3_utils import S3Utils
 
@@ -31,14 +31,6 @@ def test_a_file_goes_there_and_comes_back_byte_for_byte(s3_url, tmp_path):
     stream = S3Utils.download_s3_file_to_stream(Path(f"{s3_url}/x.ckpt"), max_concurrency=3)
     assert stream.read() == data
     assert sorted(each.name for each in tmp_path.iterdir()) == ["target"]
-
-
-def test_a_download_that_fails_leaves_the_file_as_it_was(s3_url, tmp_path):
-    target = tmp_path / "target"
-    target.write_bytes(b"old")
-    with pytest.raises(StoreNotFoundError):
-        S3Utils.download_s3_file_to_path(f"{s3_url}/none", target)
-    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"old"]
 
 
 def test_a_path_exists_where_it_does_and_not_where_it_begins_like_one(s3_url):
@@ -74,19 +66,6 @@ def test_files_are_found_below_their_folder_alone(s3_url):
     S3Utils.remove_object(f"{s3_url}/run/x.txt")
     S3Utils.remove_object(f"{s3_url}/run/x.txt")
     assert found("run") == both
-
-
-def test_credentials_and_an_endpoint_may_be_given(s3_url, monkeypatch, s3_server):
-    put(f"{s3_url}/x")
-    key, secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    creds = {"AccessKeyId": key, "SecretAccessKey": secret, "SessionToken": ""}
-    given = {"creds": creds, "endpoint_url": s3_server.endpoint_url}
-    assert len(S3Utils.find_files_with_suffix(s3_url, **given)) == 1
-    assert S3Utils.s3_path_exists(s3_url, match_directory=True, **given)
-    with pytest.raises(ConfigError, match="both profile and creds"):
-        S3Utils.find_files_with_suffix(s3_url, profile="x", creds=creds)
 
 
 def test_urls():

@@ -91,26 +91,6 @@ def test_the_uploads_that_an_outage_cut_off_are_ended_once_a_later_save_replaces
 DENIED = refuse(403, "AccessDenied")
 
 
-@pytest.mark.parametrize("denied", [{"list_parts"}, {"list_parts", "abort"}])
-def test_an_interrupted_upload_that_may_not_be_asked_after_is_made_again(denied, open_store, proxy, uploads, caplog):
-    data, journal = os.urandom(33 * MIB), MemoryJournal()
-    proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 2 else None
-    with failing("unavailable"):
-        open_store(deadline_s=0.1, write_concurrency=1).upload("x", memoryview(data), journal=journal)
-    # Other credentials may ask: with these the upload stops, and no part is lost.
-    proxy.plan = where(refuse(400, "ExpiredToken"), operation="list_parts")
-    with failing("credentials", match="ExpiredToken"):
-        open_store().upload("x", memoryview(data), journal=journal)
-    assert (len(uploads()), journal.read() is None, proxy.counts["abort"]) == (1, False, 0)
-    proxy.plan = lambda name, _: DENIED if name in denied else None
-    open_store().upload("x", memoryview(data), journal=journal)
-    assert open_store().get("x") == data
-    assert journal.read() is None
-    assert "what has arrived of x is sent again: S3 list_parts failed (AccessDenied, HTTP 403)" in caplog.text
-    assert "this needs s3:ListMultipartUploadParts" in caplog.text
-    assert len(uploads()) == ("parts of an upload stay on the server" in caplog.text) == ("abort" in denied)
-
-
 @pytest.mark.parametrize(("status", "code"), [(400, "BadDigest"), (400, "IncompleteBody"), (524, "")])
 def test_a_part_that_was_damaged_on_its_way_is_sent_again(status, code, open_store, proxy):
     data = os.urandom(17 * MIB)

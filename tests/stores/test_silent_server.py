@@ -5,12 +5,10 @@ import threading
 import time
 
 import pytest
-import torch
 from support.bad_input import state
 from support.clocks import hurried, quick
 from support.failing import failing
 from support.fault_proxy import where
-from support.restoring import flip
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -89,20 +87,6 @@ def io_of(s3_url, memory_dir, proxy, book):
     proxy.plan = lambda *_: None
     for io in made:
         io.teardown()
-
-
-def test_where_memory_is_damaged_the_answer_is_waited_for(io_of, proxy, book, memory_dir):
-    first = io_of()
-    first.save_checkpoint(state(1), "1.ckpt")
-    first.teardown()
-    (stored,) = io_of().checkpointer.session.open().tier.parts()
-    flip(stored.file("1.ckpt"))
-    gate = Gate(proxy)
-    book.then["skipping this copy"] = gate.open
-    io = io_of()
-    assert torch.equal(io.load_checkpoint("tiered:latest")["w"], state(1)["w"])
-    assert io.checkpointer.restored.tier == "durable"
-    assert book.having("restoring from node memory: S3 has not answered for 1 s")
 
 
 def test_a_save_that_waits_stays_in_memory_and_is_uploaded_later(io_of, proxy, book):

@@ -18,7 +18,7 @@ from support.store_contract import ContentOnDemand, StoreContract
 
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.documents import MAX_OBJECT, MAX_PART, MAX_PARTS
+from tiered_checkpoint_io.model.documents import MAX_OBJECT
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores import GROUP, open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -101,13 +101,6 @@ class TestS3Store(StoreContract):
         assert content.peak <= 4 * 8 * MIB
 
 
-@pytest.mark.parametrize("size", [1, 64 * MIB, 700 << 30, 48 << 40, MAX_OBJECT])
-def test_part_sizes_stay_within_the_limits(size):
-    part = part_size_for(size, 8 * MIB)
-    assert -(-size // part) <= MAX_PARTS
-    assert 5 << 20 <= part <= MAX_PART
-
-
 def test_what_is_above_the_limit_is_refused_and_no_manifest_has_it():
     with pytest.raises(StoreError, match=r"48\.8 TiB"):
         part_size_for(MAX_OBJECT + 1, 8 * MIB)
@@ -140,19 +133,6 @@ def test_a_killed_writer_leaves_the_old_object_and_nothing_that_lasts(tmp_path):
     assert [entry.key for entry in store.list("")] == ["folder/x"]
     assert len(temporary(tmp_path)) == 1
     DirectoryStore(str(tmp_path)).put("y", b"1")
-    assert temporary(tmp_path) == []
-
-
-def test_a_copy_is_a_file_of_its_own_and_is_not_taken_for_a_dead_writers_file(tmp_path, monkeypatch):
-    store, data = DirectoryStore(str(tmp_path)), os.urandom(1 << 20)
-    store.put("epoch=1.ckpt", data)
-    # Another process' first write, right before the copy gets its name; then on a file system that can't copy.
-    for _ in range(2):
-        store.copy("epoch=1.ckpt", "last.ckpt", len(data), check=lambda: DirectoryStore(str(tmp_path)).put("y", b"1"))
-        monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
-    assert store.get("last.ckpt") == store.get("epoch=1.ckpt") == data
-    (tmp_path / "last.ckpt").write_bytes(b"edited")
-    assert store.get("epoch=1.ckpt") == data
     assert temporary(tmp_path) == []
 
 
@@ -196,17 +176,6 @@ def test_a_full_disk_is_said_and_not_retried(tmp_path, monkeypatch):
     assert not caught.value.retryable
     assert store.get("x") == b"old"
     assert temporary(tmp_path) == []
-
-
-def test_what_stands_in_the_way_is_said(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    store.put("x", b"1")
-    with pytest.raises(StoreError, match="same name"):
-        store.put("x/y", b"1")
-    store.put("folder/x", b"1")
-    with pytest.raises(StoreError, match="same name"):
-        store.put("folder", b"1")
-    assert store.get("x") == store.get("folder/x") == b"1"
 
 
 ROOT = Path(__file__).parents[2]

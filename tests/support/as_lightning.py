@@ -83,10 +83,6 @@ class Side:
         #: Each path that ``Trainer.save_checkpoint`` was called with.
         self.saves: list[str] = []
 
-    @property
-    def is_ours(self) -> bool:
-        return self.kind is TieredModelCheckpoint
-
     def callback(self, *, attributes: dict[str, Any] | None = None, **arguments: Any) -> Any:
         """Returns a callback; ``attributes`` are those of a class derived for it."""
         kind = type(self.kind.__name__, (self.kind,), attributes) if attributes else self.kind

@@ -169,19 +169,6 @@ def stall(exchange):
     exchange.cut()
 
 
-def slow_body(bytes_per_second, piece=64 << 10):
-    """Returns a fault: the answer at so many bytes a second."""
-
-    def act(exchange):
-        status, headers, body = exchange.forward()
-        exchange.answer(status, body, headers, send=0)
-        for start in range(0, len(body), piece):
-            exchange.owner.closing.wait(min(piece, len(body) - start) / bytes_per_second)
-            exchange.wfile.write(body[start : start + piece])
-
-    return act
-
-
 def wrong_bytes(exchange):
     """Returns the right answer, except one bit of its body."""
     status, headers, body = exchange.forward()
