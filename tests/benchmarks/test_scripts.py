@@ -1,4 +1,4 @@
-"""The benchmarks run to their end: the suite, the script for machines with a GPU, and those that only a person runs."""
+"""The benchmarks run to their end: the suite, the script for machines with a GPU, and those that only a person runs; what they measure is still there."""
 
 import json
 import os
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.matrix
 
 
 def bench(script, *options, **environment):
@@ -21,6 +20,7 @@ def bench(script, *options, **environment):
     return done.stdout.splitlines()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("script", "last"),
     [
@@ -36,6 +36,7 @@ def test_a_script_prints_its_ratio(script, last):
     assert bench(script, "--mebibytes", "16")[-1].startswith(last)
 
 
+@pytest.mark.matrix
 def test_the_script_for_gpus_restores_what_it_saved_and_prints_its_ratios():
     *_, figures, last = bench("gpu", "--mebibytes", "8", "--device", "cpu", "--no-fit")
     found = json.loads(figures)
@@ -46,23 +47,13 @@ def test_the_script_for_gpus_restores_what_it_saved_and_prints_its_ratios():
     assert last.startswith("gpu_stall_ratio_to_pinned_copy=")
 
 
-def test_the_suite_shows_ours_beside_others_and_those_that_could_not_run(tmp_path):
-    told = tmp_path / "bench.json"
-    # NeMo is absent here, whatever is installed.
-    (tmp_path / "nemo.py").write_text("raise ImportError('no NeMo')\n")
-    options = [
-        "--no-scripts",
-        "--mebibytes=1",
-        "--only",
-        "ours, memory step",
-        "NeMo S3CheckpointIO",
-        "--json",
-        str(told),
-    ]
-    lines = bench("bench", *options, PYTHONPATH=str(tmp_path))
-    ours, absent = json.loads(told.read_text())["rows"]
-    assert "error" in absent and any("could not run" in line for line in lines)
-    assert ours["tensors"] == 64 and ours["MiB"] == 1 and len(ours["stall"]) == 1
-    assert ours["tmpfs_MiB"] >= 1 and ours["requests"] == [0], "a memory step asks nothing of S3"
-    assert abs(sum(ours["parts"].values()) - ours["stall"][0]) < 1e-6, "the parts are those of the only round"
-    assert lines[-1].startswith("goals_met=")
+def test_the_parts_of_a_save_are_found(monkeypatch):
+    """By the names of functions."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from parts import OF_DCP_LOAD, OF_LOAD, OF_SAVE, OF_SHARDED, Parts
+
+    for functions in (OF_SAVE, OF_LOAD, OF_DCP_LOAD, OF_SHARDED):
+        for part, paths in functions.items():
+            for path in paths:
+                with Parts({part: [path]}) as found:
+                    assert found.seconds == {part: 0.0}, f"{path} is gone"

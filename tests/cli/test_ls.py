@@ -9,7 +9,6 @@ from support.draining import Node
 from support.silent import silent_server
 from support.supporting import supported
 
-from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import manifest_key
@@ -69,14 +68,6 @@ def test_where_the_durable_tier_is_silent_memory_is_listed_after_a_count_down(me
         other = command("ls", *where, "--endpoint-url", "http://127.0.0.1:9")
     assert (other.exception.reason, other.stdout) == ("unavailable", "")
     assert f"node memory has checkpoints of s3://bucket/run at {endpoint}, which is another server" in other.stderr
-
-
-def sent(node, name, number, rank, action):
-    """Notes that this node's drain has sent its part of a save of two ranks; rank 0's drain commits it."""
-    op = node.part(name, number, rank)
-    node.queue.finish(Outcome(op, action, name, number, "committed"))
-    (stored,) = [each for each in node.tier.parts() if each.op_id == op]
-    node.tier.mark_drained(stored)
 
 
 LONG = "a" * 200 + ".ckpt"

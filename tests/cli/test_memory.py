@@ -50,7 +50,6 @@ def test_root_leaves_the_memory_of_another_user_as_it_is(what, node):
     assert command("status", *node.where).exit_code == 0
 
 
-# ----------------------------------------------------------------------------------- all namespaces
 def test_all_namespaces_are_shown_with_their_durable_tiers_and_what_is_pending(memory_dir, tmp_path):
     nothing = command("status", "--memory-dir", memory_dir)
     assert (nothing.exit_code, "no namespace" in nothing.stderr) == (0, True)

@@ -1,6 +1,5 @@
 """The functions for other programs than the training: new checkpoints, waits, silence, and cost."""
 
-import math
 import threading
 
 import pytest
@@ -11,12 +10,8 @@ from support.story import op_id
 from tiered_checkpoint_io import find_latest, list_checkpoints, new_checkpoints
 from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    ConfigError,
     StoreError,
 )
-from tiered_checkpoint_io.model.documents import dump
-from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
@@ -92,33 +87,6 @@ def test_a_checkpoint_is_durable_only_once_it_has_taken_the_place_of_the_one_bef
         ("a", 2, "durable"),
         ("last", 2, "durable"),
     ]
-
-
-def test_what_would_never_come_is_refused_in_place_of_waited_for(node):
-    assert find_latest(node.dirpath) is None
-    with pytest.raises(CheckpointNotFoundError):
-        list_checkpoints(node.dirpath)
-    node.save("a.ckpt", b"A")
-    node.drain()
-    for wrong in (math.nan, math.inf, 0, -1, "60", True):
-        with pytest.raises(ConfigError, match="every_s is .* allowed: a number of seconds above 0"):
-            new_checkpoints(node.dirpath, every_s=wrong)
-    for wrong in (math.nan, -1, "60", True):
-        with pytest.raises(ConfigError, match="idle_timeout_s is"):
-            new_checkpoints(node.dirpath, idle_timeout_s=wrong)
-    for after in ("a.ckpt", "step 1", 1, 0):
-        with pytest.raises(ConfigError, match="after is .* allowed: the save_id of a checkpoint"):
-            new_checkpoints(node.dirpath, after=after, idle_timeout_s=0)
-    bookmark = f"{list_checkpoints(node.dirpath)[0].save_id}\n"
-    assert list(new_checkpoints(node.dirpath, after=bookmark, idle_timeout_s=0)) == []
-    for wrong in ({"region": "eu-west-1"}, {"no_such_option": 1}):
-        with pytest.raises(ConfigError):
-            new_checkpoints(node.dirpath, **wrong)
-    with pytest.raises(ConfigError, match="dirpath is missing"):
-        find_latest(None)
-    DirectoryStore(node.dirpath).put(manifest_key("z.ckpt"), dump({"name": "z.ckpt", "version": 99}))
-    with failing("format"):
-        find_latest(node.dirpath)
 
 
 def test_an_outage_is_reported_once_and_waited_out_except_at_the_first_look(node, monkeypatch, caplog):

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from support.committing import save
 from support.draining import Node, names, objects
 from support.fault_proxy import FaultProxy, refuse, where
 from support.iam import Judge, policy
-from support.processes import PATIENCE_S, end, start
 
 from tiered_checkpoint_io import cli
 from tiered_checkpoint_io.cli import output
@@ -57,8 +55,6 @@ USES = {
     "prune": Use("{url} --keep-latest 1 --yes", removes=("c1", "c2", "c3")),
     "watch": Use("{url} --idle-timeout 0 --exec true --after="),
 }
-#: Commands that read and write.
-WRITE = ("get", "get to memory", "flush", "prune", "watch")
 
 
 def cases(names, quick=("get",)):
@@ -200,39 +196,4 @@ def test_what_is_not_there_and_a_pipe_that_is_closed(command, scene):
         patched.setattr(sys, "stdout", closed)
         status, _, err = scene.run(*scene.line())
     assert (status, err) == (141, "")
-    scene.nothing_is_half_done(done=True)
-
-
-@pytest.mark.parametrize("command", cases(WRITE, quick=()))
-def test_ctrl_c_in_the_middle(command, scene):
-    """While the server is slow to answer, in the middle of what the command asks it."""
-    scene.begin(command)
-    asked = scene.proxy.counts.total()
-    assert scene.run(*scene.line())[0] == 0
-    # Before the commit: it is not the last of what is asked.
-    middle = (scene.proxy.counts.total() - asked) // 3 + 1
-    scene.begin(command)
-    there, ended = threading.Event(), threading.Event()
-
-    def wait(exchange):
-        there.set()
-        ended.wait(PATIENCE_S)
-        exchange.pass_on()
-
-    scene.proxy.plan = where(wait, calls=[middle])
-    process = start(*scene.line())
-    try:
-        assert there.wait(PATIENCE_S)
-        process.send_signal(signal.SIGINT)
-        status, _, err = end(process)
-    finally:
-        ended.set()
-    (line,) = (line for line in err.splitlines() if "has not answered" not in line)
-    # A prune ends its work by itself, and leaves the operations that the server keeps back queued.
-    said = "queued operations stay queued" if command == "prune" else "interrupted"
-    assert (status, said in line) == (130, True), err
-    # A drain that works for the command keeps running.
-    if command != "flush":
-        scene.nothing_is_half_done(done=False)
-    assert scene.run(*scene.line())[0] == 0
     scene.nothing_is_half_done(done=True)

@@ -5,7 +5,6 @@ import os
 
 import pytest
 from support.failing import failing
-from support.fault_proxy import FaultProxy, lose_answer
 from support.store_contract import MemoryJournal, StopHere, stop_here
 
 from tiered_checkpoint_io.errors import StoreError
@@ -123,17 +122,6 @@ def test_a_source_that_changes_while_parts_are_copied_ends_the_copy(store, moto,
         copy_to(store, "b", ServerCopy("a", SIZE, check))
     assert store.get("b") == b"old"
     assert moto.uploads(bucket) == []
-
-
-@pytest.mark.parametrize("size", [1000, SIZE])
-def test_a_lost_answer_is_no_lost_copy(moto, bucket, size):
-    with FaultProxy(moto.endpoint_url) as proxy, opened(proxy.endpoint_url, f"s3://{bucket}/run") as store:
-        data, before = put(store, "a", os.urandom(size)), dict(proxy.counts)
-        which = "put" if size == 1000 else "part"
-        proxy.plan = lambda request, number: lose_answer if (request, number) == (which, before[which] + 1) else None
-        copy_to(store, "b", ServerCopy("a", size, lambda: None))
-        assert store.metrics.snapshot()["retries"] == 1
-        assert store.get("b") == data
 
 
 @pytest.mark.skipif("TIERED_TEST_S3_ENDPOINT" in os.environ, reason="only rclone does that")

@@ -19,8 +19,6 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
-NOW, HOUR = 10_000.0, 3600.0
-
 
 @pytest.fixture
 def store(tmp_path):

@@ -267,21 +267,13 @@ def test_a_newest_of_a_newer_release_is_an_error(start, dirpath, memory_dir, whe
         start().load(LATEST)
 
 
-def test_a_corrupt_copy_in_memory_gives_way_to_the_durable_one(start):
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_corrupt_newest_gives_way_to_its_durable_copy_or_to_the_one_before(start, durable):
     job = start()
     for number in (1, 2):
-        job.save(number)
+        job.save(number, durable=durable)
     corrupt(job.files()[-1])
-    assert start().load(LATEST) == 2
-
-
-@on_a_directory
-def test_a_corrupt_newest_gives_way_to_the_one_before(start):
-    job = start()
-    for number in (1, 2):
-        job.save(number, durable=False)
-    corrupt(job.files()[-1])
-    assert start().load(LATEST) == 1
+    assert start().load(LATEST) == (2 if durable else 1)
 
 
 @on_a_directory

@@ -15,6 +15,6 @@ def test_every_state_that_a_crash_may_leave_is_readable(story, memory_dir):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", NODES, ids=lambda kind: kind.title)
 def test_a_node_that_lost_its_power_takes_nothing_torn_for_intact_and_brings_back_nothing_deleted(kind, memory_dir):
-    tried, bad = try_node(kind, memory_dir, seed=1, sample=0.1)
+    tried, bad = try_node(kind, memory_dir, seed=1, sample=0.06)
     assert bad == []
     assert tried > 20

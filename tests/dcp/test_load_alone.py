@@ -45,9 +45,6 @@ def config(memory_dir, tmp_path):
     return {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir}
 
 
-# ------------------------------------------------------------------ which checkpoint
-
-
 @pytest.mark.parametrize("kind", ["sharded", "local"])
 def test_the_latest_is_loaded_by_its_sentinel_and_an_unknown_one_lists_the_checkpoints(config, kind):
     for step in (1, 2):
@@ -108,7 +105,6 @@ def test_a_folder_that_plain_dcp_wrote_is_read_with_a_notice(config, caplog):
     reader.close()
 
 
-# ------------------------------------------------------------------------------- straight into tensors
 MIB = 1 << 20
 
 
@@ -136,7 +132,6 @@ def test_writers_and_readers_ask_s3_for_little_however_many_there_are(s3_url, s3
         assert len(proxy.requests) - asked <= 4 + saves, proxy.requests[asked:]
 
 
-# ---------------------------------------------------------------------------------- resident memory
 def resident():
     """Returns this process's own memory and its mapped tmpfs pages, MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -67,31 +67,6 @@ def test_it_is_durable_when_a_save_returns_and_not_waited_for_without_wait(kind,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_that_too_many_others_leave_no_room_for_is_an_error_where_these_are_raised(kind, options, caplog):
-    save(kind, 1, options)
-    build(dcp.TieredStorageWriter, **options).close()
-    memory = MemoryTier.open(options["memory_dir"], build(settings_of, None, options).config.namespace)
-    busy = try_lock(memory.root / LOCK_FILE, patience_s=60)
-    full = {**options, "pending_timeout_s": 1, "max_pending": 1}
-    strict = {**full, "on_save_error": "raise"}
-    try:
-        save(kind, 2, full, wait=False)
-        assert save(kind, 3, full) is not None
-        assert "step_3 stays in memory: too many saves wait for the durable tier" in caplog.text
-        for step in (4, 5):
-            said = f"step_{step} is in memory, but not on the durable tier: too many saves wait for it"
-            with pytest.raises((SaveError, stock.CheckpointException), match=said):
-                save(kind, step, strict)
-    finally:
-        release(busy)
-        for used in (full, strict):
-            close_shared(build(settings_of, None, used))
-    assert [step for step in range(1, 6) if is_there(options, step)] == [1, 2]
-    assert {stored.part.name for stored in memory.parts()} >= {"step_5"}
-    memory.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_one_that_does_not_get_there_is_an_error_or_a_line_of_the_log(kind, options, caplog, tmp_path):
     save(kind, 1, options)
     # A file is in the place of its folder.

@@ -1,18 +1,12 @@
-"""The drain, in this process: its work, refusals and end, messages about failures, roots after a power loss."""
-
-import logging
-import shutil
+"""The drain, in this process: its work, what is refused, and its end."""
 
 import pytest
-from support.clocks import VirtualClock
 from support.draining import drain, names, readable
-from support.faulty import FaultyStore, Injected, refusing
+from support.faulty import Injected, refusing
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain import status
-from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, Stores
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
 def of(operation, name="", times=None):
@@ -21,7 +15,6 @@ def of(operation, name="", times=None):
     return lambda what, key: what == operation and name in key and next(left, None) is not None
 
 
-# ------------------------------------------------------------------------------------- its work
 def test_a_corrupt_part_is_set_aside_and_what_it_was_to_replace_stays(node, store):
     node.save("old.ckpt", b"old")
     bad = node.save("new.ckpt", b"new")
@@ -75,7 +68,6 @@ def test_the_log_of_its_process_does_not_grow_for_ever(node):
     assert lines[0].startswith("line ")
 
 
-# ------------------------------------------------------------------------------- what is refused
 def test_a_delete_goes_with_the_save_that_replaces_and_stays_where_that_is_given_up(node, store):
     """A later save of something else makes up for nothing, and the one that is needed is tried until it is there."""
     node.save("best-1", b"1")
@@ -123,39 +115,6 @@ def test_deletes_that_are_refused_are_tried_one_at_a_time_until_one_is_not(node,
     assert names(store) == [*(f"{number}.new" for number in range(5)), "last.ckpt"]
 
 
-def test_an_alias_that_failed_once_is_set_though_the_queue_is_never_empty(node, store):
-    """If the line is slower than the saves, an alias that waits for an empty queue is never done."""
-    seen = []
-
-    class Slow(FaultyStore):
-        def upload_if(self, *arguments, **options):
-            save()
-            return super().upload_if(*arguments, **options)
-
-    def save():
-        if len(seen) < 20:
-            seen.append(readable(store, "last.ckpt"))
-            node.save(f"{len(seen)}.ckpt", b"A")
-            node.alias("last.ckpt", f"{len(seen)}.ckpt")
-
-    save()
-    clock = Clock(Timing(redo_first_s=0.0, redo_max_s=0.0))
-    drain(node, Slow(store, fail_at=1, only=of("put", "last.ckpt", times=1)), clock=clock).run(once=True)
-    assert seen[-1] == b"A"
-    assert not node.queue.requests()
-
-
-def test_operations_of_the_present_trainer_go_before_those_for_an_earlier_ones_tier(node, tmp_path):
-    mine, node.dirpath = node.dirpath, str(tmp_path / "earlier")
-    old = node.save("old.ckpt", b"A")
-    node.dirpath = mine
-    new = node.save("new.ckpt", b"B")
-    drain(node).run(once=True)
-    assert node.states() == {old: "committed", new: "committed"}
-    assert node.queue.outcome(new).finished < node.queue.outcome(old).finished
-
-
-# ----------------------------------------------------------------------------------- its leaving
 @pytest.mark.parametrize(
     ("error", "patience_s"),
     [(Injected("it was refused"), 0.2), (StoreError("it was refused", reason="access"), None)],
@@ -173,56 +132,3 @@ def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(nod
     assert drain(node).run()
     assert node.states() == dict.fromkeys(queued, "committed")
     assert readable(store, "a.ckpt") == b"A"
-
-
-@pytest.mark.timeout(30)
-def test_a_drain_by_hand_makes_the_folders_and_the_configuration_that_were_lost(node, store, caplog):
-    saved = node.save("a.ckpt", b"a" * 1000)
-    config = (node.root / CONFIG_FILE).read_text()
-    for torn in ("", '{"dirpath": "', "[]", "null"):
-        (node.root / CONFIG_FILE).write_text(torn)
-        caplog.clear()
-        assert drain(node).run(once=True)
-        assert "a.ckpt failed, to be tried again" in caplog.text
-    (node.root / CONFIG_FILE).write_text(config)
-    for name in ("quarantine", "slots", "status", "trash"):
-        shutil.rmtree(node.root / name)
-    assert drain(node).run(once=True)
-    assert (node.states()[saved], readable(store, "a.ckpt")) == ("committed", b"a" * 1000)
-    shutil.rmtree(node.root / "saves")
-    assert drain(node).run(once=True), "without that there is nothing to drain"
-
-
-DAY = 24 * 3600.0
-
-
-class Looked:
-    def __init__(self, clock):
-        self._clock = clock
-        self.at = []
-
-    def abort_stale_uploads(self):
-        self.at.append(self._clock.now)
-        if len(self.at) == 2:
-            raise StoreError("away", reason="unavailable")
-
-    def close(self):
-        pass
-
-
-def test_uploads_that_were_given_up_are_looked_for_again_each_day(tmp_path, caplog):
-    clock = VirtualClock()
-    store = Looked(clock)
-    config = TieredCheckpointConfig.from_any(dirpath=str(tmp_path / "durable"), memory_dir=str(tmp_path))
-    (tmp_path / CONFIG_FILE).write_text(config.to_json())
-    stores = Stores(tmp_path, lambda *_: store, logging.getLogger("test"), clock)
-    for _ in range(4 * 24):
-        assert stores.get(stores.place) is store
-        stores.abort_abandoned(stores.place)
-        clock.advance(3600.0)
-    assert store.at == [0.0, DAY, 2 * DAY, 3 * DAY]
-    assert caplog.text.count("could not look for abandoned uploads") == 1
-    stores.close()
-    stores.get(stores.place)
-    stores.abort_abandoned(stores.place)
-    assert store.at[4:] == [4 * DAY], "as it is opened"

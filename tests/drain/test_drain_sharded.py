@@ -42,9 +42,6 @@ def pending(node):
     return [stored.op_id for stored in node.tier.parts() if stored.pending]
 
 
-# --------------------------------------------------------------------------------- one node
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_save_is_durable_whether_or_not_what_it_replaced_can_be_removed(world_size, nodes, store):
     node = nodes[0]
@@ -64,7 +61,6 @@ def test_a_save_is_durable_whether_or_not_what_it_replaced_can_be_removed(world_
     assert left(store) and left_by_sweep(store) == []
 
 
-# -------------------------------------------------------------------------------- two nodes
 def test_a_part_that_never_comes_is_reported_and_the_next_save_clears_it_up(nodes, store):
     first, second = nodes
     first.part("1.ckpt", 1, 0)
@@ -162,7 +158,6 @@ def test_a_durable_step_costs_as_many_requests_however_many_checkpoints_there_ar
     )
 
 
-# ---------------------------------------------------------------------------------- as trainers see them
 #: Without retries.
 LATER = Timing(redo_first_s=3600, redo_max_s=3600, redo_permanent_s=3600, gather_first_s=0.2, gather_max_s=0.2)
 
@@ -264,20 +259,3 @@ def test_what_an_earlier_start_left_incomplete_is_no_failure_of_this_one(memory_
         ("WARNING", "Step 2: of an earlier start: alias of last.ckpt"),
         ("ERROR", "Step 3: 3.ckpt"),
     ]
-
-
-# ----------------------------------------------------------------------------------- its leaving
-def test_a_drain_without_a_trainer_waits_for_parts_longer_than_it_retries_what_fails(memory_dir, store, nodes):
-    first, second = (Node(f"{memory_dir}/node{number}", store.url, wait_timeout_s=60) for number in range(2))
-    own = first.save("own.ckpt", b"a save that no store takes")
-    first.part("2.ckpt", 2, 0)
-    locked, soon = refusing(store, lambda what, key: key == "own.ckpt"), Clock(Timing(drain_give_up_s=0.1))
-    with working(first, locked, stay=False, clock=soon) as thread:
-        until(lambda: own in first.states(), "the other is told to have failed")
-        thread.join(0.5)
-        assert thread.is_alive()
-        second.part("2.ckpt", 2, 1)
-        drain(second).run(once=True)
-        thread.join(30)
-        assert not thread.is_alive()
-    assert readable(store, "2.ckpt") == 2

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,10 +16,8 @@ from support.story import op_id
 from support.waiting import until
 
 import tiered_checkpoint_io
-from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
-from tiered_checkpoint_io.engine.drain.process import FOR_TRAINER
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.engine.durable.commit import is_sent
 from tiered_checkpoint_io.memory.node import is_locked, release, try_lock
 
@@ -103,41 +100,6 @@ def test_a_trainer_that_starts_gets_a_drain_of_its_own_which_goes_on_with_the_wo
     assert now.wait(op, 60).state == "committed"
 
 
-def test_one_that_has_died_is_kept_up_only_where_work_is_left(node, store, handle_of):
-    handle = handle_of(node, clock=Clock(Timing(respawn_s=0.05)))
-    node.save("0.ckpt", b"0")
-    handle.keep_up()
-    assert not handle.runner.is_running, "one that was never started has not died"
-    handle.start()
-    handle.wait(node.save("a.ckpt", b"A"), 60)
-    pid = handle.progress().pid
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: not handle.runner.is_running, "it is dead")
-    handle.keep_up()
-    assert not handle.runner.is_running, "there is nothing to do"
-    node.save("b.ckpt", b"B")
-    handle.leave_by = time.monotonic() + 60
-    handle.keep_up()
-    assert not handle.runner.is_running, "the process has to end"
-    handle.leave_by = None
-    until(lambda: handle.keep_up() or readable(store, "b.ckpt") == b"B", "it is started again")
-    assert handle.progress().pid != pid
-
-
-def test_when_it_is_stopped_it_leaves_the_rest_resumable(node, store):
-    node.save("a.ckpt", b"A")
-    trainer = try_lock(node.root / TRAINERS_FILE, shared=True)
-    command = [sys.executable, "-m", "tiered_checkpoint_io", *FOR_TRAINER, str(node.root)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        until(lambda: readable(store, "a.ckpt") == b"A", "it works")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-    node.save("b.ckpt", b"B")
-    release(trainer)
-    assert Drain(node.root).run()
-    assert readable(store, "b.ckpt") == b"B"
-
-
 def test_backpressure_is_bounded(memory_dir, tmp_path, handle_of, caplog):
     """Without a drain, saves queue up to the bound. Training waits for the bound once, and continues."""
     node = Node(memory_dir, str(tmp_path / "durable"), pending_timeout_s=1)
@@ -161,19 +123,6 @@ def test_backpressure_is_bounded(memory_dir, tmp_path, handle_of, caplog):
     assert not handle.has_room(op_id(95))
     assert len(handle.pending_saves()) == 4
     release(lock)
-
-
-def test_a_forked_child_neither_drains_nor_queues(node, handle_of):
-    handle = handle_of(node)
-    child = os.fork()
-    if child == 0:
-        handle.start()
-        handle.submit(next_request(node, "delete", "a.ckpt"))
-        handle.close(timeout_s=1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert not node.queue.requests()
-    assert not is_locked(node.root / LOCK_FILE)
 
 
 PACKAGE = Path(tiered_checkpoint_io.__file__).parent
@@ -226,29 +175,3 @@ def test_the_drain_runs_the_code_of_its_trainer_and_of_no_other_installation(cop
     python(TRAINER, place.name, node.root, cwd=tmp_path)
     standalone = place / PACKAGE.name / "engine/drain/process.py"
     assert (node.root / "status/drain.log").read_text() == f"this is {standalone} {node.root}\n"
-
-
-GONE = """
-import logging, pathlib, shutil, sys
-sys.path.insert(0, sys.argv[1])
-from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.errors import DrainError
-from tiered_checkpoint_io.memory.tier import MemoryTier
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-root = pathlib.Path(sys.argv[2])
-config = TieredCheckpointConfig.from_json((root / "drain.json").read_text())
-handle = DrainHandle(MemoryTier(root), config, logging.getLogger())
-shutil.rmtree(sys.argv[1])
-handle.start()
-try:
-    handle.flush(100)
-except DrainError as error:
-    print(error)
-"""
-
-
-def test_a_drain_that_cannot_import_its_code_is_said_at_once(copy, memory_dir, tmp_path):
-    node, place = Node(memory_dir, str(tmp_path / "durable")), copy("clone")
-    node.save("a.ckpt", b"A")
-    said = python(GONE, place, node.root, cwd=tmp_path)
-    assert re.search(rf"can't import what it needs.*stay in node memory.*no longer at .*{place}", said), said

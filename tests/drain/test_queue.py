@@ -30,12 +30,8 @@ def part(number, rank, name="", dirpath="d"):
     return Request(op, "part", name or f"{number}.ckpt", dirpath)
 
 
-def delete(number, name, follows=""):
-    return Request(op_id(number), "delete", name, "d", follows)
-
-
-def alias(number, name, target, dirpath="d"):
-    return Request(op_id(number), "alias", name, dirpath, target)
+def delete(number, name):
+    return Request(op_id(number), "delete", name, "d", "")
 
 
 def ended(number, state, dirpath="d", rank=None):
@@ -55,9 +51,6 @@ def test_a_look_costs_what_is_new(queue, tmp_path, memory_dir, monkeypatch):
         queue.finish(ended(number, "failed"), final=False)
         assert trainer.outcomes()[-1].state == "failed"
     assert len(parsed) < 500
-
-
-# ------------------------------------------------------------------------------------------ order
 
 
 NAMES = ("a", "b", "c")
@@ -90,7 +83,6 @@ def test_whatever_fails_no_delete_passes_what_it_waits_for(lines, data):
     assert waiting or not left
 
 
-# ---------------------------------------------------------------------------------------- the log
 def test_only_the_newest_outcomes_are_kept_and_those_of_one_save_together(queue, tmp_path):
     other, ranks = Queue(tmp_path), range(8)
     for number in range(70):
@@ -120,8 +112,6 @@ def numbers(log, prefix):
     return sorted(int(number) for number in log.entries(prefix))
 
 
-# ------------------------------------------------------------------------------------ two writers
-# --------------------------------------------------------------------------------------- scarcity
 @pytest.mark.parametrize("what", ["space", "files", "descriptors"])
 def test_it_goes_on_for_ever_where_nothing_is_left(what, tmp_path):
     with mounted_tmpfs(tmp_path / "tight", 4 << 20, inodes=40) as folder:
@@ -145,7 +135,6 @@ def test_it_goes_on_for_ever_where_nothing_is_left(what, tmp_path):
         assert numbers(OperationLog(folder / "log"), "now/") == list(range(980, 1000))
 
 
-# ----------------------------------------------------------------------------------------- damage
 @pytest.mark.parametrize("at", [0, 20, 40, HALVES, HALVES + HALF, HALVES + 3000, HALVES + HALF + 3000])
 def test_damage_costs_records_with_a_warning_and_all_processes_agree_again(at, path, caplog):
     live = OperationLog(path)

@@ -38,7 +38,6 @@ def test_a_tensor_that_shrank_meanwhile_is_an_error_and_no_crash():
         filled(image)
 
 
-# ---------------------------------------------------------------------------------------- untouched pages
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     descriptor = os.open(tmp_path_factory.mktemp("slot") / "file", os.O_RDWR | os.O_CREAT)
@@ -76,7 +75,7 @@ def test_what_is_written_is_what_would_have_been_copied(file, sizes, start, thre
     assert mapped[1] == image.hashes(memoryview(content))
 
 
-CHUNK, PIECE = 16 << 10, 20 << 10
+PIECE = 20 << 10
 
 #: Number of stretches, the longest, the largest gap in bytes between two, and how they are drawn.
 LAYOUTS = st.tuples(
@@ -215,17 +214,3 @@ def test_an_item_alone_is_what_torch_save_writes(name):
         assert mine.stride() == theirs.stride()
     assert same(mine, theirs)
     assert mine.untyped_storage().nbytes() == tensor.nbytes
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.gpu
-def test_tensors_of_a_gpu():
-    state = {name: tensor.cuda() for name, tensor in tensors().items()}
-    base = torch.randn(1 << 20, device="cuda")
-    state["strided"] = base.view(1024, 1024).t()[::3]
-    state["view of a large one"] = base[100:300]
-    data, placed = file_of(list(state.values()))
-    for (name, tensor), each in zip(state.items(), placed, strict=True):
-        loaded = torch.load(io.BytesIO(data[each.offset : each.offset + each.length]))
-        assert loaded.device.type == "cpu"
-        assert same(loaded, tensor), name

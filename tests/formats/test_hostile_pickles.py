@@ -252,7 +252,7 @@ def environment():
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 200), *(pytest.param(n, 10_000, marks=pytest.mark.matrix) for n in (1_000, 20_000))]
+    ("first", "count"), [(0, 100), *(pytest.param(n, 10_000, marks=pytest.mark.matrix) for n in (1_000, 20_000))]
 )
 def test_no_composed_pickle_changes_the_process_or_ends_it(first, count, tmp_path):
     """In a child: the unpickler in C does not survive the first of its programs."""

@@ -48,7 +48,6 @@ def test_as_many_stay_as_are_wanted_whichever_saves_find_the_queue_full(runs, mo
     assert len(set(best) & set(runs.durable())) == sum(runs.io().checkpointer.exists(path) for path in best)
 
 
-# -------------------------------------------------------------------- policies of the durable tier
 POLICIES = [{"latest": 2}, {"every_steps": 10}, {"best": 1, "metric": "score", "mode": "max"}]
 
 

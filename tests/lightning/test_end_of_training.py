@@ -1,7 +1,6 @@
 """The end of training: the last steps become durable, and no checkpoint of an earlier fit counts as this one's."""
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from support.training import Model, Stop
@@ -209,16 +208,3 @@ def test_a_second_fit_with_the_same_callback_is_a_training_of_its_own(runs):
     trainer.test(Model(), ckpt_path="best", verbose=False)
     again, _ = runs.fit(every(monitor="score", mode="max"), ckpt_path="last", max_steps=12)
     assert again.io.checkpointer.restored.step == 10
-
-
-def test_a_fit_that_goes_back_to_an_older_step_saves_its_own_end(runs):
-    """The same trainer, up to the step at which it had ended before."""
-    callback = every(memory_every_n_train_steps=None, s3_every_n_train_steps=5, save_top_k=-1, save_last=None)
-    trainer, _ = runs.fit(callback, max_steps=10, ckpt_path=None)
-    other = Batches()
-    # The steps that follow are others.
-    other.train_dataloader = lambda: torch.utils.data.DataLoader(torch.ones(40, 8))
-    other.training_step = lambda batch: other.layer(batch).pow(2).mean()
-    trainer.fit(other, ckpt_path=f"{runs.dirpath}/epoch=0-step=5.ckpt")
-    assert [step for step, *_ in other.seen] == [*range(5, 10)]
-    assert runs.io().load_checkpoint("tiered:latest")["state_dict"]["layer.weight"].equal(other.layer.weight)

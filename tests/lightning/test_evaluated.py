@@ -71,18 +71,3 @@ def test_averages_that_a_training_has_ended_with_are_nothing_to_resume_from(runs
     trainer.io.teardown()
     assert newest(runs) == before
     assert "averaged or best weights, and can't be resumed" in caplog.text
-
-
-# ------------------------------------------------------------------------------------ weights alone
-def test_what_a_trainer_saves_that_has_not_trained_is_nothing_to_resume_from(runs):
-    """The trainer holds the weights that it has tested, step 0, and no optimizers."""
-    runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=10), max_steps=10)
-    trainer = runs.trainer([TieredModelCheckpoint()])
-    trainer.test(model := Model(), ckpt_path="tiered:latest", verbose=False)
-    trainer.save_checkpoint("tested.ckpt")
-    trainer.io.teardown()
-    assert "tested.ckpt" in runs.durable()
-    resumed, _ = runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=10))
-    assert resumed.io.checkpointer.restored.name == "epoch=0-step=10.ckpt"
-    tested = runs.io().load_checkpoint("tested.ckpt")["state_dict"]["layer.weight"]
-    assert tested.equal(model.layer.weight)

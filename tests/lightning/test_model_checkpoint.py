@@ -46,7 +46,6 @@ def test_dirpaths_and_steps_that_are_not_allowed(runs, tmp_path):
         TieredModelCheckpoint(dirpath="s3://")
 
 
-# ------------------------------------------------------------------ several below one dirpath
 def test_one_to_resume_from_and_one_for_the_best(runs):
     """Both work together with Lightning's own in a folder of its own, and resume with their state."""
 

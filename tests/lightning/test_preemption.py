@@ -1,12 +1,11 @@
 """Jobs that are preempted, rank by rank: each ends within its grace time, and the next one resumes its last step."""
 
 import functools
-import signal
 
 import pytest
 from support.fault_proxy import FaultProxy, stall, where
 from support.launch import free_port, said
-from support.training import Model, Runs, Stop, Told, durable, wipe
+from support.training import Runs, Told, durable, wipe
 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.preemption import Preempted
@@ -161,18 +160,3 @@ def test_a_last_checkpoint_that_fails_is_not_said_to_be_there(staging, runs, mon
     assert not [line for line in caplog.messages if "the last checkpoint is" in line]
     assert "Step 5: there is no last checkpoint: it was not saved" in caplog.messages
     assert runs.durable() == []
-
-
-def test_a_signal_after_trainings_that_failed_in_turns_is_handled_as_before_them(runs):
-    heard = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
-    try:
-        # In a notebook, Lightning restores the handler of each trainer, and the next takes it for the original.
-        trainers = [runs.trainer([PreemptionCheckpoint()]) for _ in range(2)]
-        for trainer in (*trainers, *trainers):
-            with pytest.raises(Stop):
-                trainer.fit(Model(stop_at=trainer.global_step + 1))
-        signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert heard == [signal.SIGTERM]

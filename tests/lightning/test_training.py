@@ -48,36 +48,6 @@ def test_stopped_resumed_from_memory_then_from_the_durable_tier_is_as_never_stop
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters(), strict=True))
 
 
-class Loader(torch.utils.data.DataLoader):
-    """Has a state, as torchdata's StatefulDataLoader."""
-
-    is_restored = False
-
-    def state_dict(self):
-        return {"position": 1}
-
-    def load_state_dict(self, _):
-        self.is_restored = True
-
-
-@pytest.mark.parametrize("when", ["within an epoch", "at its end"])
-def test_a_data_loader_s_state_that_a_resume_leaves_out_is_said_once(runs, caplog, when):
-    model, again = Model(), Loader(torch.zeros(4, 8))
-    model.train_dataloader = lambda: Loader(torch.zeros(4, 8))
-    callback = TieredModelCheckpoint(
-        **{"s3_every_n_train_steps": 2} if when == "within an epoch" else {"every_n_epochs": 1}, save_top_k=-1
-    )
-    runs.fit(callback, model=model, max_epochs=1, max_steps=-1, ckpt_path=None)
-    first = runs.durable()[0]
-    model.train_dataloader = lambda: again
-    runs.fit(every(), model=model, ckpt_path=f"{runs.dirpath}/{first}", max_epochs=2, max_steps=-1)
-    said = [record.getMessage() for record in caplog.records if "data loader" in record.getMessage()]
-    # At the end of an epoch, releases of Lightning differ.
-    assert again.is_restored or when == "at its end"
-    assert len(said) == (0 if again.is_restored else 1), said
-    assert again.is_restored or "does not restore the state of 1 data loader(s)" in said[0]
-
-
 def test_last_and_latest_without_any_start_from_scratch_but_are_no_test(runs):
     for sentinel, named in (("last", " that is named last"), ("tiered:latest", "")):
         trainer, _ = runs.fit(every(memory_every_n_train_steps=None), ckpt_path=sentinel, max_steps=3)
@@ -166,7 +136,6 @@ def test_a_second_signal_ends_the_wait_for_an_upload(runs, monkeypatch, caplog, 
     assert "it stays in node memory; retry with: tiered-ckpt flush --namespace" in caplog.messages[-1]
 
 
-# ---------------------------------- room for the first save, made while the first batches run, if there will be one
 class Accumulating(Model):
     """Each batch has a gradient of its own; stops as a crash would before a batch."""
 

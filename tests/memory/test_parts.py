@@ -1,7 +1,6 @@
 """Parts, slots and folders of node memory: whole, used again, safe, after deaths; and how much memory the node has."""
 
 import contextlib
-import fcntl
 import mmap
 import os
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.failing import failing
 
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryTierError
+from tiered_checkpoint_io.errors import MemoryTierError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.parts import opened, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
@@ -100,7 +99,6 @@ def test_a_damaged_part_is_shown_and_can_be_quarantined(tier, damage):
     assert set(tier.quarantined()) == {again, last}, "the same part takes no more memory, however often it is damaged"
 
 
-# ------------------------------------------------------------------------------------------ slots
 def test_slots_go_round_for_states_that_grow_a_little(tier):
     first = save(tier, b"1" * (8 * MIB), 1)
     used = inode(first)
@@ -128,9 +126,6 @@ def mappings(memory_dir):
     return "\n".join(line for line in Path("/proc/self/maps").read_text().splitlines() if memory_dir in line)
 
 
-# ---------------------------------------------------------------------------------------- readers
-
-
 @pytest.mark.parametrize("by", ["reading", "a mapping that may outlive its reader"])
 def test_a_file_that_is_being_read_is_never_written_to_again(tier, by):
     stored = save(tier, b"old" * 1000, 1)
@@ -150,34 +145,6 @@ def mapped_by_others(stored):
     """Returns a mapping without a lock, as torch.load makes it."""
     with open(stored.file("step=1.ckpt"), "rb") as file:
         return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("reused", [False, True])
-def test_a_part_that_is_removed_while_it_is_being_opened_is_not_found(tier, monkeypatch, keep, reused):
-    stored = save(tier, b"old" * 100, 1)
-    real = fcntl.flock
-    turn = []
-
-    def removed_just_before(descriptor, flags):
-        if flags & fcntl.LOCK_SH and not turn:
-            turn.append(1)
-            tier.remove(stored)
-            if reused:
-                # The very file, as long as before, is a part of another checkpoint now.
-                assert inode(save(tier, b"new" * 100, 2)) == os.fstat(descriptor).st_ino
-        return real(descriptor, flags)
-
-    monkeypatch.setattr(fcntl, "flock", removed_just_before)
-    # If it is not reused it is locked, and that may last.
-    with pytest.raises(CheckpointNotFoundError), opened(stored, keep=keep):
-        pass
-
-
-# ------------------------------------------------------------------------------------------- room
-
-
-# --------------------------------------------------------------------------- folders, deaths, and the node
 
 
 def test_folders_that_are_not_ours_alone_are_refused_and_left(memory_dir, tmp_path):
@@ -247,7 +214,6 @@ def test_a_missing_memory_dir_and_one_on_disk(tmp_path):
     tier.close()
 
 
-# ------------------------------------------------------------------------------------------ death
 def test_the_slots_of_the_living_stay_and_what_the_dead_left_goes(tier, memory_dir):
     held = tier.acquire(MIB)
     tier.prepare(MIB, lambda: False)
@@ -278,9 +244,6 @@ def python(script):
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=150, check=False
     )
-
-
-# ------------------------------------------------------------------------------------------- room
 
 
 def test_the_limit_of_any_cgroup_above_binds_and_its_unused_memory_is_left(tmp_path):

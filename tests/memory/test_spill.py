@@ -45,7 +45,6 @@ def saves(io, *steps):
         io.save_checkpoint(state(step, size=LARGE), f"{step}.ckpt")
 
 
-# ------------------------------------------------------------------------------------------- where it is
 @pytest.mark.parametrize(
     ("kind", "is_local"), [("ext4", True), ("fuse.fuse-overlayfs", True), ("nfs4", False), ("lustre", False)]
 )
@@ -66,7 +65,6 @@ def test_half_of_what_is_free_without_it_stays_free(tmp_path):
     assert disk_left(tmp_path, free, is_shared=False) == pytest.approx(free, rel=0.05)
 
 
-# ---------------------------------------------------------------------------------------- what is done with it
 def test_it_is_said_once_and_the_folder_is_private(options, started, tmp_path, warned):
     io = started(log_dir=str(tmp_path / "logs"))
     with warned(r"can't hold this checkpoint of 5.72 MiB .*/tiered-\d+/[\w-]+-.*may take") as said:
@@ -134,17 +132,6 @@ def test_a_damaged_part_is_quarantined_where_it_lies_and_an_incomplete_one_goes(
     memory = session_of(io).open().tier
     assert [folder.is_relative_to(memory.spill.root) for folder in memory.quarantined()] == [True]
     assert not half.exists()
-
-
-def test_what_clears_temporary_folders_may_take_it(options, started):
-    io = started()
-    saves(io, 1)
-    session_of(io).wait()
-    shutil.rmtree(session_of(io).open().tier.spill.root)
-    assert io.load_checkpoint("tiered:latest")["global_step"] == 1
-    saves(io, 2)
-    assert session_of(io).last_save.spilled
-    assert io.load_checkpoint("tiered:latest")["global_step"] == 2
 
 
 CLAIM = """

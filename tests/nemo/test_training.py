@@ -8,10 +8,8 @@ import torch
 from omegaconf import OmegaConf
 from support.nemo_training import Model, callback_of, io_of, restored, same_weights
 
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, tiered_exp_manager
-
-FRESH_ONLY = {"exp_manager": {"resume_ignore_no_checkpoint": False}}
 
 
 def params(**changes):
@@ -34,17 +32,6 @@ def test_a_training_that_crashed_goes_on_and_ends_as_if_it_had_not(runs, way, tm
     assert not (tmp_path / "s3:").exists()
 
 
-def test_without_a_checkpoint_nemos_rules_hold(runs):
-    with pytest.raises(CheckpointNotFoundError, match="resume_ignore_no_checkpoint: true"):
-        runs.fit(FRESH_ONLY)
-    runs.fit(max_steps=5)
-    trainer, _ = runs.fit(FRESH_ONLY, max_steps=6)
-    assert restored(trainer)[1] == 5
-    trainer, module = runs.fit({"exp_manager": {"resume_if_exists": False}}, max_steps=1)
-    assert restored(trainer) is None
-    assert 0 in module.seen
-
-
 @pytest.mark.parametrize("best", [False, True])
 def test_the_nemo_file_lies_at_the_durable_tier_and_opens(runs, best, tmp_path):
     settings = params(save_nemo_on_train_end=True, save_best_model=best, prefix="mine")
@@ -60,16 +47,6 @@ def test_the_nemo_file_lies_at_the_durable_tier_and_opens(runs, best, tmp_path):
     assert torch.equal(state["layer.weight"], saved["layer.weight"]) == best
     assert torch.equal(state["layer.weight"], module.layer.weight)
     assert not (tmp_path / "s3:").exists()
-
-
-def test_a_model_that_cannot_be_exported_says_so(runs):
-    class Stubborn(Model):
-        def save_to(self, save_path):
-            raise OSError("no")
-
-    with pytest.raises(Exception, match="the model could not be exported: OSError: no"):
-        runs.fit(params(save_nemo_on_train_end=True), max_steps=1, model=Stubborn)
-    assert not [key for key in runs.objects() if key.endswith(".nemo")]
 
 
 def test_nemos_averages_are_refused(runs):
@@ -104,19 +81,6 @@ def test_bad_configurations_are_errors(runs):
     trainer.strategy.checkpoint_io = Other()
     with pytest.raises(ConfigError, match="tiered_exp_manager with a Other"):
         tiered_exp_manager(trainer, OmegaConf.create(runs.config()))
-
-
-def test_what_others_of_the_configuration_refer_to_may_be_for_later(runs):
-    config = runs.config({"s3_checkpointing": runs.io})
-    later = {"tok": "???", "dir": "${model.tok}", "x": "${nope:now}", "tensor_model_parallel_size": "${size}"}
-    config |= {"model": later, "size": 1, "hydra_dir": "${nope:now}", "name": "of-the-root"}
-    config["exp_manager"]["name"] = "${name}"
-    trainer = runs.bare()
-    tiered_exp_manager(trainer, OmegaConf.create(config))
-    assert callback_of(trainer).prefix == "of-the-root"
-    config["s3_checkpointing"]["namespace"] = "${model.tok}"
-    with pytest.raises(ConfigError, match="s3_checkpointing can't be resolved"):
-        tiered_exp_manager(runs.bare(), OmegaConf.create(config))
 
 
 def test_a_block_that_says_other_than_the_trainers_io_is_refused(runs):

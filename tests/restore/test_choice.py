@@ -172,7 +172,6 @@ def test_a_pair_counts_together_and_its_second_half_never_alone():
     assert chosen({"n": [half]}, manifests, Selector("name", "b-EMA.ckpt", companion="-EMA"))[0][0] == "b-EMA.ckpt"
 
 
-# ------------------------------------------------------------------------------------- several parts
 def part(number, rank, *, commits=None, **more):
     return Held(f"step_{number}", rank, facts(number, **more), rank == 0 if commits is None else commits)
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.failing import failing
-from support.restoring import flip, make_content
+from support.restoring import make_content
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.chunks import Copies, Copy, SlotDestination
@@ -144,17 +144,6 @@ def test_a_part_is_described_and_read_in_ranges_over_few_connections(node):
         assert some == DATA[5:15]
 
 
-def test_a_next_drain_is_found_at_the_same_place(node):
-    with contextlib.closing(node.store()) as store:
-        before = fetched(store)
-        node.server.close()
-        with ThreadPoolExecutor(1) as threads:
-            reading = threads.submit(fetched, store)
-            time.sleep(0.1)
-            node.serve()
-            assert before == reading.result(SOON_S) == DATA
-
-
 # --------------------------------------------------------------------------------- bad peers, readers
 def silent(connection):
     connection.recv(1000)
@@ -233,17 +222,6 @@ def test_a_peer_that_is_gone_or_of_another_job_leads_to_the_next(node, nodes):
         "no longer",
         "another job",
     ]
-
-
-def test_a_damaged_copy_leads_to_the_next_and_is_quarantined_where_it_lies(node, nodes):
-    good, skipped = nodes(), []
-    flip(node.path, at=5 * CHUNK)
-    assert fetched(node.store(), good.store(), skipped=skipped) == DATA
-    assert "differ from their hash" in skipped[0]
-    assert len(node.tier.quarantined()) == 1 and not node.tier.parts()
-    # A part that is reported as damaged and is not stays.
-    good.store().report_damage(f"{KEY}/0")
-    assert good.tier.parts()
 
 
 # -------------------------------------------------------------------------------------- strangers

@@ -29,8 +29,6 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
-# ------------------------------------------------------------------------------------------- one node
-
 
 def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

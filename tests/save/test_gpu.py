@@ -57,24 +57,6 @@ def test_cuda_tensors_go_straight_into_the_buffer_wherever_what_is_pinned_ends(s
     same(torch.load(io.BytesIO(data), map_location="cpu"), state)
 
 
-def test_a_slot_is_pinned_before_the_first_save(memory_dir):
-    pins = HostPins()
-    tier = MemoryTier.open(memory_dir, "test", unmap=pins.unpin)
-    capturer = Capturer(tier, pins)
-    weight = torch.randn(40 << 20, device="cuda")
-    capturer.prepare(weight.nbytes, first=True)
-    capturer._preparing.join(60)
-    before = dict(pins._pinned)
-    assert [nbytes for nbytes, _ in before.values()] == [64 << 20, 64 << 20, 32 << 20]
-    stored = save_full(tier, capturer, {"w": weight}, "1.ckpt", ids.save_id(RUN, 1), 1, keep_last=1)
-    # The file is a little larger than its tensors.
-    assert pins._pinned == before
-    assert torch.equal(torch.load(stored.file("1.ckpt"))["w"], weight)
-    capturer.close()
-    tier.close()
-    assert not pins._pinned
-
-
 def test_memory_that_cannot_be_pinned_only_costs_speed():
     state = {"w": torch.randn(1 << 20, device="cuda")}
     image = plan(state)

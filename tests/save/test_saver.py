@@ -174,7 +174,6 @@ def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save
     assert engine.session.progress().drain.pid != pid
 
 
-# ------------------------------------------------------------------------- the end of a process with work left
 @pytest.fixture
 def broken(kept):
     """Makes the durable tier fail, and work again."""
@@ -220,7 +219,6 @@ def test_operations_behind_a_failed_save_do_not_delay_the_end(drain, first, rule
     io.teardown()
 
 
-# ------------------------------------------------------------------------------- threads and forked processes
 THREADS, SAVES, BOUND_S = 4, 5, 60.0
 
 

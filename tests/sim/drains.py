@@ -139,10 +139,24 @@ def drain(world, node, store=MemoryStore):
     return work
 
 
+def keep_draining(world, nodes):
+    """Starts the drain of each node, and again those that were killed, as trainers do."""
+    drains = {}
+
+    def guardian(process):
+        while True:
+            for name, node in nodes.items():
+                if name not in drains or not drains[name].is_alive:
+                    drains[name] = world.spawn(f"drain {name}", drain(world, node))
+            process.sleep(world.rng.choice([0.1, 1.0, 30.0]))
+
+    world.spawn("guardian", guardian, immortal=True)
+
+
 def life(seed, fates=Fates(), *, folder):
     """One simulated life; its world, closed, with the violation that was found if any."""
     world = World(seed, fates)
-    rng, nodes, drains = world.rng, [], {}
+    rng, nodes = world.rng, []
     with contextlib.ExitStack() as stack:
         stack.enter_context(Serial())
         stack.callback(world.close)
@@ -160,15 +174,7 @@ def life(seed, fates=Fates(), *, folder):
         ]
         world.check = Judge(world, plan, strict=not fates.failed)
 
-        def guardian(process):
-            """Starts the drains, and again those that were killed, as trainers do."""
-            while True:
-                for rank, node in enumerate(nodes):
-                    if rank not in drains or not drains[rank].is_alive:
-                        drains[rank] = world.spawn(f"drain {rank}", drain(world, node))
-                process.sleep(rng.choice([0.1, 1.0, 30.0]))
-
-        world.spawn("guardian", guardian, immortal=True)
+        keep_draining(world, dict(enumerate(nodes)))
 
         def is_done():
             return (

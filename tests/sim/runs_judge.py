@@ -8,13 +8,11 @@ from pathlib import Path
 
 from sim.machines import Machine
 from sim.world import Peek
+from support.sharded import whole
 
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.documents import hash_bytes
 
 #: So long two runs may both take a dirpath for theirs: each lists every 15 s, and one that was silent counts for 60 s.
 BOTH_HOLD_S = 75.0
@@ -55,18 +53,10 @@ class Operation:
 
 def content_of(store, name):
     """The content that a reader finds whole under a name; None if it is absent, text if none is whole."""
-    manifest = read_manifest(store, name)
-    if manifest is not None and manifest.alias_of:
-        manifest = read_manifest(store, manifest.alias_of)
-    if manifest is None or manifest.alias_of:
-        return None
-    for content in (manifest.content, *manifest.previous):
-        (entry,) = files_of(store, content).all()
-        data = store._objects.get(entry.path, (b"", 0))[0]
-        pieces = tuple(hash_bytes(data[start : start + size]) for start, size in entry.chunks)
-        if len(data) == entry.size and pieces == entry.hashes:
-            return content
-    return f"{name} matches none of its contents"
+    try:
+        return whole(store, name)
+    except AssertionError as error:
+        return str(error)
 
 
 class Judge:

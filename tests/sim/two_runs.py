@@ -10,7 +10,7 @@ import copy
 import os
 from dataclasses import replace
 
-from sim.drains import NAMES, PATIENCE_S, drain, followed, plan_of, shown
+from sim.drains import NAMES, PATIENCE_S, followed, keep_draining, plan_of, shown
 from sim.world import Fates, Serial, World
 from support.draining import Node
 from support.sharded import full_part, make_part
@@ -135,7 +135,7 @@ def trainer(world, nodes, run, plan, *, left_over, is_full):
 def life(seed, fates=Fates(), *, folder):
     """One simulated life; its world, closed, with the violation that was found if any."""
     world = World(seed, fates)
-    rng, drains = world.rng, {}
+    rng = world.rng
     with contextlib.ExitStack() as stack:
         stack.enter_context(Serial())
         stack.callback(world.close)
@@ -161,14 +161,7 @@ def life(seed, fates=Fates(), *, folder):
         world.check = Judge(world, plans, left_over=left_over)
         nodes = {f"{run + 1}.{rank}": node for run in (0, 1) for rank, node in enumerate(runs[run])}
 
-        def guardian(process):
-            while True:
-                for name, node in nodes.items():
-                    if name not in drains or not drains[name].is_alive:
-                        drains[name] = world.spawn(f"drain {name}", drain(world, node))
-                process.sleep(rng.choice([0.1, 1.0, 30.0]))
-
-        world.spawn("guardian", guardian, immortal=True)
+        keep_draining(world, nodes)
 
         def lost():
             """Saves that were half done when the other run replaced them: their parts went, or did not come."""

@@ -16,7 +16,6 @@ from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 LOG = logging.getLogger("test")
 #: For a process on a busy machine.
 PATIENCE_S = 120
-PAST, FUTURE = "2020-01-01T00:00:00Z", "2099-01-01T00:00:00Z"
 
 
 @pytest.fixture
@@ -40,7 +39,6 @@ def node(memory_dir, s3_url):
     return Node(memory_dir, s3_url)
 
 
-# ------------------------------------------------------------------------------ credentials that change
 def test_a_drain_that_lives_takes_up_other_keys(credentials, node):
     credentials(secret="wrong")
     # Named relatively, the file is found by the drain as by its trainer.
@@ -67,12 +65,11 @@ class Keys:
         self.refuse(400, "ExpiredToken")
         self.write("OLD")
 
-    def write(self, key=None, command=None, **facts):
+    def write(self, key=None):
         key, secret = key or self.server.access_key, self.server.secret_key
         if self.source == "process":
-            command = command or f"cat {self.folder}/keys"
-            (self.folder / "config").write_text(f"[default]\ncredential_process = {command}\n")
-            given = {"Version": 1, "AccessKeyId": key, "SecretAccessKey": secret, **facts}
+            (self.folder / "config").write_text(f"[default]\ncredential_process = cat {self.folder}/keys\n")
+            given = {"Version": 1, "AccessKeyId": key, "SecretAccessKey": secret}
             (self.folder / "keys").write_text(json.dumps(given))
         else:
             text = f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"

@@ -13,11 +13,9 @@ from support.fault_proxy import (
     short_pages,
     truncate,
     where,
-    whole_object,
 )
 from support.store_contract import MemoryJournal
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.stores import s3_client
 from tiered_checkpoint_io.stores.base import folders_of
 from tiered_checkpoint_io.stores.s3 import MIB
@@ -107,20 +105,6 @@ def test_pages_without_a_marker_are_followed_by_what_was_last(open_store, proxy)
     assert sorted(entry.key for entry in store.list("")) == sorted(keys)
     assert proxy.counts["list"] == 4
     assert folders_of(store, "") == {"b", "d", "e"}
-
-
-def test_a_range_answered_with_the_whole_object(open_store, proxy, s3_server, s3_url):
-    store = open_store()
-    data = os.urandom(3 * MIB)
-    store.upload("x", memoryview(data))
-    proxy.plan = where(whole_object(s3_server.client, s3_url.split("/")[2]), operation="get")
-    buffer = bytearray(MIB)
-    for offset in (0, 1, 2 * MIB):
-        store.read_into("x", offset, memoryview(buffer))
-        assert bytes(buffer) == data[offset : offset + MIB]
-    for offset in (2 * MIB + 1, 9 * MIB):
-        with pytest.raises(CorruptCheckpointError):
-            store.read_into("x", offset, memoryview(buffer))
 
 
 def test_a_bucket_with_object_lock_gets_checksums(open_store, proxy):

@@ -20,27 +20,6 @@ def uploads(s3_server, s3_url):
     return lambda: s3_server.uploads(bucket, prefix)
 
 
-def test_an_upload_that_others_aborted_after_its_last_part_is_made_again(open_store, proxy, uploads, s3_server, s3_url):
-    data = os.urandom(17 * MIB)
-    # Ceph's answer: "this multipart completion is already in progress", for ever.
-    proxy.plan = where(refuse(500, "InternalError"), operation="complete", calls=[1, 2, 3])
-    seen = []
-
-    def abort_at_the_last_part(count):
-        seen.append(count)
-        if sum(seen) == len(data):
-            s3_server.empty(*s3_url.removeprefix("s3://").split("/", 1))
-            # It is not taken for what the upload has made.
-            open_store().put("x", bytes(len(data)))
-
-    open_store().upload("x", memoryview(data), journal=MemoryJournal(), progress=abort_at_the_last_part)
-    assert open_store().get("x") == data
-    assert sum(seen) == len(data), "no byte is told twice"
-    assert uploads() == []
-    # Asked after at once: it does not wait until the server gives up on it.
-    assert (proxy.counts["create"], proxy.counts["complete"]) == (2, 4)
-
-
 @pytest.mark.parametrize(
     ("fault", "reason"), [(SLOW_DOWN, "unavailable"), (refuse(400, "ExpiredToken"), "credentials")]
 )

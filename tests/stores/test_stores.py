@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from support.documented import command, verified
-from support.draining import Node
 from support.failing import failing
 from support.store_contract import ContentOnDemand, StoreContract
 
@@ -215,17 +213,6 @@ class TestInstalledStore(StoreContract):
         assert type(store).__name__ == "AcmeStore"
         yield store
         store.close()
-
-
-def test_a_drain_and_the_commands_use_it(site, tmp_path, memory_dir):
-    """The drain in a process of its own, as users have it."""
-    url = f"kept://{tmp_path}/durable"
-    node = Node(memory_dir, url)
-    node.save("1.ckpt", b"A" * 1000)
-    assert command("flush", *node.where).exit_code == 0
-    assert "durable\tlatest" in command("ls", url, "--memory-dir", memory_dir).stdout.replace("\tfull", "")
-    assert command("verify", url).stdout == verified(("intact", "durable", "1.ckpt"))
-    assert (tmp_path / "durable.sqlite").exists()
 
 
 @pytest.mark.parametrize(

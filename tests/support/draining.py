@@ -5,7 +5,7 @@ import logging
 import threading
 from dataclasses import replace
 
-from support.sharded import make_part
+from support.sharded import make_part, whole
 from support.story import op_id
 from support.supporting import build
 
@@ -13,7 +13,7 @@ from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.memory.node import write_atomic
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -120,19 +120,9 @@ class Node:
 
 
 def readable(store, name):
-    """Returns the bytes of a name that some content of its manifest describes; None if absent."""
-    manifest = read_manifest(store, name)
-    if manifest is not None and manifest.alias_of:
-        manifest = read_manifest(store, manifest.alias_of)
-    if manifest is None or manifest.alias_of:
-        return None
-    for content in (manifest.content, *manifest.previous):
-        (entry,) = files_of(store, content).all()
-        data = store.get(entry.path)
-        pieces = [hash_bytes(data[start : start + size]) for start, size in entry.chunks]
-        if len(data) == entry.size and tuple(pieces) == entry.hashes:
-            return data
-    raise AssertionError(f"{name} matches none of its contents")
+    """Returns the bytes that a reader finds whole under a name; None if absent."""
+    content = whole(store, name)
+    return content and store.get(files_of(store, content).all()[0].path)
 
 
 def names(store):

@@ -63,12 +63,6 @@ def lost_by_another(exchange):
     exchange.answer(404, b"default backend - 404", [("Content-Type", "text/plain; charset=utf-8")])
 
 
-def odd_etag(exchange):
-    """Answers with an ETag that is no digest of the content, as with SSE-KMS, in S3 Express, and on some servers."""
-    status, headers, body = exchange.forward()
-    exchange.answer(status, body, [(name, '"oddly"' if name.lower() == "etag" else text) for name, text in headers])
-
-
 def object_lock(exchange):
     """Answers as S3 does for a bucket with Object Lock: a body without a checksum, or a wrong one, is refused."""
     digest = base64.b64encode(hashlib.md5(exchange.body).digest()).decode()
@@ -202,17 +196,6 @@ def where(fault, *, operation=None, key="", part=None, calls=None):
 
     plan.takes_path = True
     return plan
-
-
-def whole_object(client, bucket):
-    """Answers a ranged read with the whole object, as some servers do."""
-
-    def act(exchange):
-        key = urlsplit(exchange.path).path.removeprefix(f"/{bucket}/")
-        found = client.get_object(Bucket=bucket, Key=key)
-        exchange.answer(200, found["Body"].read(), [("ETag", found["ETag"])])
-
-    return act
 
 
 class FaultProxy:

@@ -80,8 +80,8 @@ def views_of(files):
     return {basename: memoryview(data) for basename, data in files.items()}
 
 
-def readable(store, name):
-    """Returns the step of the save whose files are all there under a name, and match; None if absent."""
+def whole(store, name):
+    """Returns the content whose files are all there under a name, and match; None if absent."""
     manifest = read_manifest(store, name)
     if manifest is not None and manifest.alias_of:
         manifest = read_manifest(store, manifest.alias_of)
@@ -89,8 +89,14 @@ def readable(store, name):
         return None
     for content in (manifest.content, *manifest.previous):
         if all(_matches(store, entry) for entry in files_of(store, content).all()):
-            return content.step
+            return content
     raise AssertionError(f"{name} matches none of its contents")
+
+
+def readable(store, name):
+    """Returns the step of the save that a reader finds whole under a name; None if absent."""
+    content = whole(store, name)
+    return content and content.step
 
 
 def named(store):

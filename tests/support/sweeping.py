@@ -21,9 +21,6 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.stores import open_store
 
-#: Above the smallest part size, so that an upload to S3 goes in two parts.
-LARGE = (8 << 20) + 5000
-
 
 @dataclass(frozen=True)
 class Verdict:
