@@ -10,6 +10,7 @@ from support.documented import command, document_of
 from support.draining import Node, part_of
 from support.restoring import of_a_newer_release
 from support.sharded import full_part
+from support.silent import silent_server
 from support.waiting import until
 
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
@@ -159,3 +160,25 @@ def test_one_that_was_killed_is_finished_by_the_next(spilled, monkeypatch, kille
     assert clean(spilled, "--yes").exit_code == 0
     assert not spilled.spill.exists()
     assert not spilled.root.parent.exists(), "nor is anything that was put away left"
+
+
+def test_what_is_durable_or_not_the_newest_is_nothing_to_warn_of(node):
+    memory_only(node)
+    node.save("3.ckpt", b"C")
+    node.save("weights.ckpt", b"W", durable=False, resumable=False)
+    node.drain()
+    told = clean(node)
+    assert (told.exit_code, told.stderr) == (0, "")
+    assert f"4 parts, 0.00 KiB, and {node.root} would go" in told.stdout
+    done = clean(node, "--yes")
+    assert (done.exit_code, f"removed 4 parts, 0.00 KiB, and {node.root}" in done.stdout) == (0, True)
+
+
+def test_it_warns_if_it_can_not_ask(memory_dir, monkeypatch):
+    with silent_server(monkeypatch) as endpoint:
+        node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint, durable_timeout_s=1)
+        node.save("1.ckpt", b"A", durable=False)
+        told = clean(node)
+    assert told.exit_code == 1
+    assert "could not check whether its newest checkpoint 1.ckpt" in told.stderr
+    assert len(node.tier.parts()) == 1

@@ -1,14 +1,18 @@
 """``ls`` over all tiers: the tiers of each checkpoint, and its state."""
 
 import json
+import os
+from dataclasses import replace
 
 import pytest
 from support.clocks import hurried
 from support.documented import command
 from support.draining import Node
+from support.sharded import full_part, make_part
 from support.silent import silent_server
 from support.supporting import supported
 
+from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import manifest_key
@@ -121,3 +125,29 @@ def test_a_name_or_path_that_is_not_there_is_an_error_and_no_damage(tier, tmp_pa
     for wrong in ("tiered:last", "tiered://last", "tiered:lastest"):
         refused = command("ls", tier.dirpath, wrong)
         assert (refused.exit_code, "allowed: a name, or tiered:latest" in " ".join(refused.stderr.split())) == (2, True)
+
+
+def test_what_other_nodes_upload_or_commit_is_not_called_durable(node, memory_dir):
+    def sent(name, number, rank, action):
+        """Notes that this node's drain has sent its part of a save of two ranks; rank 0's drain commits it."""
+        op = node.part(name, number, rank)
+        node.queue.finish(Outcome(op, action, name, number, "committed"))
+        node.tier.mark_drained(next(each for each in node.tier.parts() if each.op_id == op))
+
+    def rows(*where):
+        told = json.loads(command("ls", *where, "--memory-dir", memory_dir, "--json").stdout)["checkpoints"]
+        return {row["name"]: (row["state"], "can't tell" in row["problem"]) for row in told}
+
+    os.makedirs(node.dirpath)
+    part, files = make_part("kept", 2, 0)
+    node.tier.replicas.commit(replace(part, dirpath=node.dirpath), files)
+    sent("sent", 3, 1, "part")
+    sent("ours", 4, 0, "save")
+    # A restore has copied it from a node that has yet to upload it.
+    part, files = full_part("brought.ckpt", 5)
+    node.tier.commit(replace(part, dirpath=node.dirpath), files, drained=True, saved=False)
+    unsure = dict.fromkeys(("kept", "sent", "brought.ckpt"), ("incomplete", True))
+    assert rows() == {"ours": ("durable", False), **unsure}
+    # With the durable tier asked, there is no such doubt.
+    asked = rows(node.dirpath)
+    assert (asked["sent"], asked["ours"]) == (("incomplete", False), ("memory_only", False))

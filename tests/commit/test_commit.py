@@ -6,19 +6,15 @@ One list of stories, over checkpoints of one part and of several, listed in the 
 import itertools
 
 import pytest
-from support.committing import (
-    KINDS,
-    alias,
-    check_story,
-    delete,
-    save,
-)
+from support.committing import KINDS, RUN, alias, check_story, delete, save
 from support.failing import failing
 from support.restoring import of_a_newer_release
-from support.sharded import FlatStore, objects
+from support.sharded import FlatStore, objects, readable
 
-from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.durable import commit, copies, sweep
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 #: State before, operation, and the saves that a reader may find under each name before and after.
 STORIES = {
@@ -123,3 +119,23 @@ def test_what_a_newer_release_wrote_is_left_alone(kind, tmp_path):
             act()
     assert store.get(key) == newer
     assert objects(store) == before
+
+
+def test_requests_spare_what_was_saved_or_linked_later(tmp_path):
+    """A dead run's request is on a node that comes back after the job has continued elsewhere."""
+    store = DirectoryStore(str(tmp_path))
+    for number, name in ((1, "a"), (3, "b"), (5, "c")):
+        save(store, name, number)
+
+    def link(name, target, before):
+        copies.put_alias(store, name, target, before=ids.save_id(RUN, before))
+        return readable(store, name)
+
+    sweep.delete(store, "c", before=ids.save_id(RUN, 4))
+    assert readable(store, "c") == 5
+    assert link("c", "a", before=4) == 5
+    assert link("last", "b", before=4) == 3
+    assert link("last", "a", before=2) == 3
+    assert link("last", "a", before=5) == 1
+    assert link("a", "a", before=5) == 1
+    assert read_manifest(store, "a").alias_of is None

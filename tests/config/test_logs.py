@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from support.bad_input import state
 
 from tiered_checkpoint_io.errors import ConfigError
@@ -29,25 +28,6 @@ def lines(path):
     found = [LINE.fullmatch(line) for line in path.read_text().splitlines()]
     assert all(found), path.read_text()
     return [match.groupdict() for match in found]
-
-
-def test_a_life_in_lines(job, tmp_path):
-    io = job()
-    assert not io.load_checkpoint("tiered:latest")
-    io.save_checkpoint({"w": torch.zeros(5 << 20), "global_step": 7}, "a.ckpt")
-    io.teardown()
-    job().load_checkpoint("tiered:latest")
-    said = lines(tmp_path / "logs" / "gpt-1_checkpointing.log")
-    assert {(each["namespace"], each["rank"], each["level"]) for each in said} == {("gpt-1", "0", "INFO")}
-    assert {each["logger"] for each in said} == {"tiered_checkpoint_io"}
-    texts = [(each["file"], each["step"], each["text"]) for each in said]
-    amount = r"20\.00 MiB in \d+\.\d+ s \(\d+\.\d+ [KMG]iB/s\)"
-    for file, step, text in (
-        ("checkpointer.py", None, "no checkpoint to resume from at .*/d"),
-        ("saver.py", "7", f"saved a.ckpt to memory and .*/d: {amount}"),
-        ("restore.py", "7", r"loading a.ckpt \(memory, 20.00 MiB\) after \d+\.\d+ s"),
-    ):
-        assert [t for t in texts if t[:2] == (file, step) and re.fullmatch(text, t[2])], (file, step, text, texts)
 
 
 def test_a_users_own_logger_gets_it_all_with_their_own_format(job, tmp_path, capfd):

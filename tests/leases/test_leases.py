@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import subprocess
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -234,6 +235,33 @@ def test_a_store_without_conditions_is_used_with_one_warning(place, caplog):
     assert holder_of(store) is None
     store.close()
     place.store.close = lambda: None
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a"), ("a", "b", "c"), ("c", "b", "a")])
+def test_of_runs_that_begin_at_once_one_goes_on(names, place):
+    all_asked, get = threading.Barrier(len(names)), place.store.get_tagged
+
+    def get_together(key):
+        """Each has looked before any of them writes."""
+        try:
+            return get(key)
+        finally:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                all_asked.wait(10)
+                all_asked.abort()
+
+    place.store.get_tagged = get_together
+    keepers = [place.keeper(name, starts=False) for name in names]
+    for keeper in keepers:
+        keeper.start()
+        place.threads.append(keeper._thread)
+    place.advance(4 * place.clock.timing.lease_ttl_s)
+    assert sum(each.is_held for each in keepers) == 1
+    for keeper in keepers:
+        with contextlib.nullcontext() if keeper.is_held else pytest.raises(ConfigError, match="is running"):
+            keeper.check()
+        keeper.close(5.0)
+    assert holder_of(place.store) is None
 
 
 @pytest.fixture

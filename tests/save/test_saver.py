@@ -121,17 +121,6 @@ def test_a_steady_run_takes_no_space_and_no_new_file(opened, monkeypatch):
     assert tier.usage() == pytest.approx(used, abs=MIB)
 
 
-def test_short_of_room_memory_goes_below_keep_last_but_never_below_one(opened):
-    tier, engine = opened(budget_bytes=22 * MIB, keep_last=3)
-    for step in range(1, 8):
-        save(engine, step, mib=7)
-        assert steps(tier)[-1] == step
-        assert 1 <= len(steps(tier)) <= 3
-        assert tier.usage() <= 22 * MIB
-        for stored in tier.parts():
-            load(tier, stored)
-
-
 def test_a_capture_that_fails_leaves_no_part_and_gives_its_slot_back(opened, monkeypatch):
     def fails(*_, **__):
         raise ConfigError("resized")

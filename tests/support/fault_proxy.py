@@ -109,29 +109,21 @@ def locked(client, bucket, *ends):
     return plan
 
 
-def short_pages(count, *, stuck=False, token=None):
-    """Lists of so many entries at most, which say that there are more, but without a marker for the next page.
-
-    If ``stuck``, it is the first one each time, with the same token.
-    """
-    first = []
+def short_pages(count):
+    """Lists of so many entries at most, which say that there are more, but without a marker for the next page."""
 
     def place(entry):
         return unquote(re.search(rb"<(?:Key|Prefix)>(.*?)<|$", entry)[1] or b"")
 
     def act(exchange):
         _, headers, body = exchange.forward()
-        if stuck and first:
-            body = first[0]
         entries = re.findall(rb"(?s)<(?:Contents|CommonPrefixes|Part)>.*?</(?:Contents|CommonPrefixes|Part)>", body)
         for entry in sorted(entries, key=place)[count:]:
             body = body.replace(entry, b"")
         body = re.sub(rb"<IsTruncated>\w*</IsTruncated>|<(Next\w+)>.*?</\1>", b"", body)
         if len(entries) > count:
-            more = b"<IsTruncated>true</IsTruncated>" + (token or b"")
-            body = re.sub(rb"(</List\w+Result>)", more + rb"\1", body)
-        first[:] = first or [body]
-        exchange.answer(200, first[0] if stuck else body, headers)
+            body = re.sub(rb"(</List\w+Result>)", rb"<IsTruncated>true</IsTruncated>\1", body)
+        exchange.answer(200, body, headers)
 
     return act
 
