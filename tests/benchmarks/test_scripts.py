@@ -48,7 +48,6 @@ def test_the_script_for_gpus_restores_what_it_saved_and_prints_its_ratios():
 
 
 def test_the_parts_of_a_save_are_found(monkeypatch):
-    """By the names of functions."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from parts import OF_DCP_LOAD, OF_LOAD, OF_SAVE, OF_SHARDED, Parts
 
