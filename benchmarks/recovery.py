@@ -2,7 +2,7 @@
 
 Two nodes (memory folders of their own) of one rank each, over gloo, each with a part of a sharded checkpoint.
 It is saved, copied and uploaded once. In every round both ways are taken, in turn: node b has lost all its memory and
-gets its part back from node a; then the same without the copies on node a, so that the part comes from S3 (rclone on
+reads its part from node a; then the same without the copies on node a, so that the part comes from S3 (rclone on
 this machine, which is closer and faster than S3 is). The time is that of the slower rank's load:
 discovery, transfer, hashes, tensors.
 Prints medians, and, last, ``recovery_ratio_to_s3=X``: the median over rounds of the one time by the other.
@@ -100,7 +100,6 @@ def rank_main(folder: str, dirpath: str, mebibytes: int, rounds: int) -> None:
                 os.mkdir(root / "replicas", 0o700)
             seconds, down = load(STEP)
             assert (down >= size) == (name == NAMES[1]), f"{name}: {down} bytes came from S3"
-            assert rank == 0 or (name == NAMES[1]) != any((root / "saves").iterdir()), "the part is back from a peer"
             tell(rank, f"round {number} of {rounds + WARM_ROUNDS}, {name}: {seconds:.2f} s")
             if number > WARM_ROUNDS:
                 times[name].append(seconds)

@@ -18,10 +18,9 @@ FULL = [
 SHARDED = [
     (1, "engine.restore.shards:opened"),
     (1, "engine.session:Session.serve"),
-    (0, "memory.tier:MemoryTier.acquire"),
-    (0, "memory.tier:MemoryTier.commit"),
     (2, "engine.restore.search:look"),
-    (0, "engine.restore.shards:moves_to_owners"),
+    (0, "model.manifest:FileEntry.check_digest"),
+    (0, "engine.restore.peers:Peers.part"),
     (0, "engine.restore.peers:Peers.copies"),
 ]
 

@@ -27,10 +27,8 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.peers import (
     CHILDREN,
-    PartMove,
     Peers,
     fan_out,
-    moves_to_owners,
 )
 from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -290,38 +288,23 @@ def test_only_the_address_that_is_asked_for_is_listened_on(node):
 
 
 # ----------------------------------------------------------------------------------------- owners
-def moved(memory, world_size, nodes):
-    """Returns the moves of a save of so many ranks, whose parts lie so."""
-    content = replace(make_content("x", b"x", 1, kind="sharded"), world_size=world_size, parts=world_size)
-    return moves_to_owners(Candidate("step_1", content, held=memory), nodes)
-
-
-def memory_of(nodes, factor, lost):
-    """Returns the remaining memory of a job with these ranks' nodes, after the loss of some."""
-    memory = {node: {} for node in nodes}
-    order = list(memory)
-    peers = node_peers(len(order), factor=factor)
-    for rank, node in enumerate(nodes):
-        memory[node][rank] = True
-        for peer in peers[order.index(node)]:
-            memory[order[peer]][rank] = False
-    return {node: held for node, held in memory.items() if node not in lost and held}
-
-
 @given(st.integers(2, 6), st.integers(1, 3), st.data())
-def test_lost_nodes_get_their_parts_back_as_long_as_copies_are_left(count, each, data):
-    names = [f"n{i}" for i in range(count) for _ in range(each)]
+def test_each_part_of_a_lost_node_gets_one_owner(count, each, data):
+    ranks = [f"n{i}" for i in range(count) for _ in range(each)]
     factor = data.draw(st.integers(2, count))
-    lost = data.draw(st.sets(st.sampled_from(sorted(set(names))), max_size=factor - 1))
-    planned = moved(memory_of(names, factor, lost), len(names), names)
-    wanted = [PartMove(rank, rank, adopts=False) for rank, node in enumerate(names) if node in lost]
-    assert planned == wanted, "nothing moves while every part has an owner"
-
-
-def test_with_another_number_of_ranks_who_has_a_copy_becomes_its_owner():
-    memory = memory_of(list("aabbcc"), 2, {"b"})
-    assert moved(memory, 6, list("aac")) == [PartMove(2, 2, adopts=True), PartMove(3, 2, adopts=True)]
-    assert [move.part for move in moved(memory_of(list("abc"), 2, {"a", "b"}), 3, list("abc"))] == [1]
+    nodes = [*dict.fromkeys(ranks)]
+    lost = data.draw(st.sets(st.sampled_from(nodes), max_size=factor - 1))
+    peers = node_peers(count, factor=factor)
+    memory = {node: {} for node in nodes if node not in lost}
+    for rank, node in enumerate(ranks):
+        for holder in (node, *(nodes[peer] for peer in peers[nodes.index(node)])):
+            if holder not in lost:
+                memory[holder][rank] = holder == node
+    content = replace(make_content("x", b"x", 1, kind="sharded"), world_size=len(ranks), parts=len(ranks))
+    candidate = Candidate("step_1", content, held=memory)
+    owners = sorted(part for node in memory for part in candidate.orphans(node))
+    assert owners == [rank for rank, node in enumerate(ranks) if node in lost]
+    assert all(part in memory[node] for node in memory for part in candidate.orphans(node))
 
 
 # ------------------------------------------------------------------------------------------ fan-out

@@ -183,6 +183,11 @@ class Candidate:
         """Returns True if only replicas of a part are left, and the durable tier does not have it."""
         return self.durable is None and not any(ranks.get(part, False) for ranks in self.held.values())
 
+    def orphans(self, node: str) -> list[int]:
+        """Returns the orphaned parts that a node is to own: of several nodes with a replica, the first does."""
+        parts = filter(self.is_orphaned, range(self.content.parts))
+        return [part for part in parts if [name for name, ranks in self.held.items() if part in ranks][:1] == [node]]
+
     def sources(self, node: str, part: int = 0) -> tuple[Tier, ...]:
         """Returns the tiers from which a node can get a part, in the order in which to try them."""
         holders = {each for each, ranks in self.held.items() if part in ranks}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from tiered_checkpoint_io.engine.chunks import (
@@ -12,7 +10,6 @@ from tiered_checkpoint_io.engine.chunks import (
     Copies,
     Copy,
     Destination,
-    SlotDestination,
     copies_of,
     describe,
     not_taken,
@@ -146,44 +143,13 @@ def fan_out(candidate: Candidate, nodes: Sequence[str]) -> dict[str, str]:
     return dict(zip(reading, [*sources, *(name for name in reading for _ in range(CHILDREN))], strict=False))
 
 
-@dataclass(frozen=True, slots=True)
-class PartMove:
-    """A rank's part that goes to the node of a rank; if ``adopts``, it is there as a replica already."""
+def adopt_orphans(tiers: Tiers, candidate: Candidate, node: str) -> None:
+    """Makes replicas of lost nodes' parts this node's own, so that its drain uploads them.
 
-    part: int
-    target: int
-    adopts: bool
-
-
-def moves_to_owners(candidate: Candidate, nodes: list[str]) -> list[PartMove]:
-    """Plans the moves of replicas of parts that no node owns; pure.
-
-    A part goes to the node of the rank that it belongs to; if the job has another number of ranks, a node that
-    has a replica becomes its owner. A restart would load from the replicas in place just as well. But then the
-    next lost node might take the last copy, and no node would upload the parts of the lost one.
+    A failure is logged: the replica is still there.
     """
-    count = candidate.content.parts
-    owned = {rank for ranks in candidate.held.values() for rank, owns in ranks.items() if owns}
-    planned = []
-    for part in range(count):
-        holders = [node for node, ranks in candidate.held.items() if part in ranks]
-        if part not in owned and holders:
-            home = nodes[part] if len(nodes) == count else holders[0]
-            adopts = home in holders
-            planned.append(PartMove(part, nodes.index(home) if adopts else part, adopts))
-    return planned
-
-
-def restore_owners(tiers: Tiers, candidate: Candidate, moves: Iterable[PartMove], peers: Peers) -> None:
-    """Carries out a rank's moves of :func:`moves_to_owners`. A failure is logged: the replicas are still there."""
-    drained = candidate.durable is not None
-    for move in moves:
+    for part in candidate.orphans(node):
         try:
-            if move.adopts:
-                stored = tiers.memory.find(candidate.save_id, move.part)
-                if stored.is_replica:
-                    tiers.memory.adopt(stored, drained=drained)
-            else:
-                peers.fetch(move.part, partial(SlotDestination, tiers.memory, drained=drained))
+            tiers.memory.adopt(tiers.memory.find(candidate.save_id, part), drained=False)
         except Exception as error:
-            tiers.log.warning("part %d of %s did not come back: %s", move.part, candidate.name, error)
+            tiers.log.warning("part %d of %s stays a replica: %s", part, candidate.name, error)

@@ -32,7 +32,7 @@ from tiered_checkpoint_io.engine.durable.files import Files, files_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Found, Tier
-from tiered_checkpoint_io.engine.restore.peers import PartMove, Peers, moves_to_owners, restore_owners
+from tiered_checkpoint_io.engine.restore.peers import Peers, adopt_orphans
 from tiered_checkpoint_io.engine.restore.search import Attempt, Ready, Search
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, aside_root
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
@@ -204,7 +204,7 @@ class ShardFiles:
 
     def share(self, spans: Mapping[str, Iterable[Span]]) -> None:
         """Takes the spans that other ranks of this node will read: only their chunks need a shared place."""
-        entries = {basename: self._entry(basename) for basename in spans}
+        entries = {basename: self._entry(basename) for basename in spans if basename not in self._held}
         self._also_read = {
             name: set(chunks_of(entry, spans[name])) for name, entry in entries.items() if entry is not None
         }
@@ -301,7 +301,7 @@ class OpenShards(Found):
         small: ``.metadata`` until it is parsed, and the other small files, by name; verified if they have hashes.
         files: The shards' bytes; None if they are not read piece by piece.
         scattered: True if its bytes are in the memory of several nodes.
-        sharing: Each rank's node, if it is read from the durable tier, by several ranks of a node.
+        sharing: Each rank's node, if its bytes are elsewhere, and several ranks of a node read them.
         is_durable: True if it is known to be on the durable tier; its bytes may come from memory.
     """
 
@@ -403,37 +403,32 @@ class _Opener:
     def _is_scattered(self, candidate: Candidate) -> bool:
         return candidate.in_memory and self.search.group.has_other_nodes
 
-    def _prepare(self, candidate: Candidate) -> Attempt[tuple[dict[str, bytes], list[PartMove]]]:
-        """Reads the small files for all ranks, on rank 0: they grow with tensors and ranks. Also plans the moves."""
+    def _prepare(self, candidate: Candidate) -> Attempt[dict[str, bytes]]:
+        """Reads the small files for all ranks, on rank 0: they grow with tensors and ranks."""
 
-        def read() -> tuple[dict[str, bytes], list[PartMove]]:
+        def read() -> dict[str, bytes]:
             files = self._join(candidate)
             sizes = files.small(candidate.files)
             small = {name: bytes(files.ensure(name, [(0, size)])[:size]) for name, size in sizes.items()}
             if METADATA not in small:
                 raise CorruptCheckpointError(f"there is no {METADATA}", operation="restore")
-            return small, moves_to_owners(candidate, self.search.nodes) if candidate.in_memory else []
+            return small
 
         self.close()
         return self.search.attempt(candidate, _source(candidate), read)
 
     def open(self, candidate: Candidate) -> OpenShards | None:
         """Opens a candidate; every rank calls this, and all get None if it is damaged on some rank."""
-        search, nodes, (small, moves) = self.search, self.search.nodes, self.search.prepared
-        if moves:
-            mine = [move for move in moves if move.target == search.group.rank]
-            with contextlib.closing(search.peers(candidate)) as peers:
-                # One rank of each node restores the files; then all its ranks see them.
-                search.group.together(lambda: restore_owners(search.tiers, candidate, mine, peers))
+        search, nodes, is_scattered = self.search, self.search.nodes, self._is_scattered(candidate)
         opened = OpenShards(
             name=candidate.name,
             dirpath=search.tiers.dirpath,
             content=None if candidate.is_foreign else candidate.content,
             rejected=search.rejected,
             newest_save_id=search.newest,
-            small=small,
-            scattered=self._is_scattered(candidate),
-            sharing=nodes if not candidate.in_memory and len(set(nodes)) < len(nodes) else [],
+            small=search.prepared,
+            scattered=is_scattered,
+            sharing=nodes if (is_scattered or not candidate.in_memory) and len(set(nodes)) < len(nodes) else [],
             is_durable=candidate.durable is not None,
         )
 
@@ -447,6 +442,9 @@ class _Opener:
             self.close()
             return None
         self._files = None
+        if search.leads:
+            # Only now: all ranks of this node have opened their files.
+            adopt_orphans(search.tiers, candidate, search.node)
         return opened
 
 
