@@ -24,7 +24,7 @@ from tiered_checkpoint_io.engine.retention import Rules, acquire
 from tiered_checkpoint_io.errors import ConfigError, DrainError, SaveError
 from tiered_checkpoint_io.formats.image import PINNED_PIECE, Image, Untouched, is_plain
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.slots import Slot, are_slow
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 
@@ -373,6 +373,8 @@ def beside_graphs() -> Iterator[bool]:
             driver(ctypes.byref(mode))
 
 
+#: If huge pages are slow, a caller that saves again within so many seconds does not wait for a piece of them.
+_PAUSE_S = 0.25
 #: The lowest priority.
 _IDLE = 19
 #: Interval at which the thread that pins a slot looks whether it is touched, seconds.
@@ -452,6 +454,8 @@ class Capturer:
                 # Training has the cores. Only Linux has a priority for one thread.
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
+            if are_slow() and self._clock.wait(stopped, _PAUSE_S):
+                return
             self._tier.prepare(size, stopped.is_set)
 
         # If no thread is left for it, the next save takes its pages itself, and this one is there.

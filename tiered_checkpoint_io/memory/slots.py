@@ -33,9 +33,10 @@ HUGE = 2 << 20
 LEAST = 4 * HUGE
 #: Bytes made huge by one call at most; the first ones are small, to measure the cost.
 _STEP = 64 << 20
-#: Processor time of a huge page beyond which small ones take less, seconds: the kernel must move other pages away, or a
-#: virtual machine must get the page from its host.
-_SLOW_S = 0.002
+#: Processor time of a huge page, seconds: beyond the first, small ones take less, so that waiting saves take
+#: these; beyond the second, the kernel is not asked at all: it must move other pages away, or a virtual machine must
+#: get the page from its host.
+_SLOW_S, _TOO_SLOW_S = 0.002, 0.05
 #: Time until the kernel is asked again after a slow or refused page, seconds.
 _REST_S = 60.0
 _SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
@@ -45,8 +46,8 @@ _MADV_COLLAPSE = 25
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 
-#: Time of the monotonic clock until when the kernel is not asked.
-_resting_until = 0.0
+#: Times of the monotonic clock until when the kernel is not asked at all, and not by waiting saves.
+_resting_until = _slow_until = 0.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -108,13 +109,14 @@ class Mapped:
         return bool(_libc.madvise(self.address + start, length, advice) == 0)
 
 
-def take_space(descriptor: int, start: int, end: int) -> int:
+def take_space(descriptor: int, start: int, end: int, *, patient: bool = False) -> int:
     """Takes the space of a file's bytes from ``start`` up to ``end``; a part of it may be taken already.
 
     Args:
         descriptor: The file.
         start: Bytes from its start.
         end: The same.
+        patient: True if no thread waits: huge pages are taken although small ones take less time.
 
     Returns:
         The end of the bytes in huge pages; ``start`` if there are none.
@@ -123,7 +125,7 @@ def take_space(descriptor: int, start: int, end: int) -> int:
         OSError: There is not enough space.
     """
     low, high, huge = -(-start // HUGE) * HUGE, end // HUGE * HUGE, start
-    if high - low >= LEAST and are_worth_asking(descriptor):
+    if high - low >= LEAST and are_worth_asking(descriptor, patient=patient):
 
         def take(at: int, to: int) -> bool:
             # The kernel makes no huge page of an empty stretch.
@@ -132,42 +134,53 @@ def take_space(descriptor: int, start: int, end: int) -> int:
         # Without memory for a mapping, small pages do.
         with contextlib.suppress(OSError):
             mapped = Mapped(descriptor, high - low, start=low, shared=True)
-            done = make_huge(mapped, 0, high - low, take)
+            done = make_huge(mapped, 0, high - low, take, patient=patient)
             huge = low + done if done else start
     os.posix_fallocate(descriptor, start, end - start)
     return huge
 
 
-def are_worth_asking(descriptor: int) -> bool:
+def are_slow() -> bool:
+    """Returns whether the kernel has lately taken long for huge pages."""
+    return time.monotonic() < _slow_until
+
+
+def are_worth_asking(descriptor: int, *, patient: bool) -> bool:
     """Returns whether the kernel may give huge pages for a file, and is not known to be slow."""
-    return time.monotonic() >= _resting_until and _are_there() and _is_on_tmpfs(descriptor)
+    until = _resting_until if patient else max(_resting_until, _slow_until)
+    return time.monotonic() >= until and _are_there() and _is_on_tmpfs(descriptor)
 
 
-def make_huge(mapped: Mapped, start: int, end: int, take: Callable[[int, int], bool] | None = None) -> int:
-    """Makes pages of a mapped file huge, as far as the kernel does it quickly; bytes that are there stay.
+def make_huge(
+    mapped: Mapped, start: int, end: int, take: Callable[[int, int], bool] | None = None, *, patient: bool
+) -> int:
+    """Makes pages of a mapped file huge, as far as the kernel does it; bytes that are there stay.
 
     Args:
         mapped: The file, of which each stretch of :data:`HUGE` bytes has a page at least.
         start: Bytes from the mapping's start, a multiple of :data:`HUGE`.
         end: The same.
         take: Makes that page from one place up to another; returns whether it could.
+        patient: As :func:`take_space` takes it.
 
     Returns:
         The end of the huge pages; ``start`` for none.
     """
-    global _resting_until
-    low, step = start, HUGE
+    global _resting_until, _slow_until
+    low, step = start, _STEP if patient else HUGE
     while low < end:
         high = min(low + step, end)
         is_taken = take is None or take(low, high)
         began = time.thread_time()
         gives = is_taken and mapped.advise(_MADV_COLLAPSE, low, high - low)
-        is_slow = time.thread_time() - began > _SLOW_S * ((high - low) // HUGE)
-        low, step = high if gives else low, min(2 * step, _STEP)
+        each_s, until = (time.thread_time() - began) / ((high - low) // HUGE), time.monotonic() + _REST_S
+        if each_s > _SLOW_S:
+            _slow_until = until
         # The kernel may refuse pages that are there, such as pinned ones.
-        if is_slow or (take is not None and not gives):
-            _resting_until = time.monotonic() + _REST_S
-        if is_slow or not gives:
+        if (take is not None and not gives) or each_s > _TOO_SLOW_S:
+            _resting_until = until
+        low, step = high if gives else low, min(2 * step, _STEP)
+        if not gives or each_s > (_TOO_SLOW_S if patient else _SLOW_S):
             break
     return low
 
@@ -246,10 +259,10 @@ class Slot:
         """True if the file has lost its last name, so that only this mapping keeps its pages."""
         return os.fstat(self.descriptor).st_nlink == 0
 
-    def reserve(self, size: int) -> None:
-        """Takes the space of the first ``size`` bytes, a part of which may be taken; see :func:`take_space`."""
+    def reserve(self, size: int, *, patient: bool = False) -> None:
+        """Takes the space of the first ``size`` bytes, a part of which may be taken; see :func:`pages.take_space`."""
         if self.reserved < size:
-            huge = take_space(self.descriptor, self.reserved, size)
+            huge = take_space(self.descriptor, self.reserved, size, patient=patient)
             if self.huge == self.reserved:
                 self.huge = huge
             if self.touched == self.reserved:
@@ -390,13 +403,13 @@ class SlotPool:
                 return False
             if slot.reserved < size:
                 try:
-                    self._reserve(slot, min(slot.reserved + _PIECE, _round_up(size)))
+                    self._reserve(slot, min(slot.reserved + _PIECE, _round_up(size)), patient=True)
                 except OSError:
                     self._free.remove(slot)
                     self._discard(slot)
                 return True
             small = slot.small(size)
-            if small is not None and not are_worth_asking(slot.descriptor):
+            if small is not None and not are_worth_asking(slot.descriptor, patient=True):
                 slot.huge, small = size, None
             if small is None and slot.touched >= size:
                 return False
@@ -404,7 +417,7 @@ class SlotPool:
             mapped = slot.mapped
         if small is not None:
             start, end = small
-            huge = make_huge(mapped, start, end)
+            huge = make_huge(mapped, start, end, patient=True)
             with self._lock:
                 if slot in self._free:
                     slot.huge = huge if huge == end else size
@@ -513,7 +526,7 @@ class SlotPool:
                 raise
             return slot
 
-    def _reserve(self, slot: Slot, size: int) -> None:
+    def _reserve(self, slot: Slot, size: int, *, patient: bool = False) -> None:
         if size <= slot.reserved:
             slot.reserve(size)
             return
@@ -529,7 +542,7 @@ class SlotPool:
                 )
             text = f"no space for a checkpoint of {size} bytes"
             with needs_space(text, operation="stage", key=slot.path, hint=self._hint):
-                slot.reserve(size)
+                slot.reserve(size, patient=patient)
 
     @contextlib.contextmanager
     def _taking_space(self) -> Iterator[None]:
