@@ -129,3 +129,13 @@ def test_what_a_request_for_many_does_not_remove_is_removed_all_the_same(store, 
     store.delete_all(keys)
     assert list(store.list("")) == []
     assert store.metrics.snapshot()["requests.delete"] == requests
+
+
+def test_so_the_server_may_say_at_its_last_request(store, proxy):
+    """AWS does; servers that install from packages ignore conditions there, hence a proxy's answer."""
+    proxy.plan = where(refuse(412, "PreconditionFailed"), operation="complete", key="x")
+    with failing("changed"):
+        store.upload_if("x", memoryview(bytes(20 * MIB)), None)
+    proxy.plan = where(lose_answer, operation="complete", key="x", calls=[1])
+    store.upload_if("x", memoryview(bytes(20 * MIB)), None)
+    assert store.size("x") == 20 * MIB

@@ -102,3 +102,44 @@ def test_forgotten_uploads_are_aborted_below_the_prefix_alone(open_store, upload
     assert store.abort_stale_uploads(older_than_s=-60) == 0
     whole_bucket = open_store(f"s3://{s3_bucket}", endpoint_url=s3_server.endpoint_url)
     assert whole_bucket.abort_stale_uploads(older_than_s=-60) == 0
+
+
+def test_an_upload_that_others_aborted_after_its_last_part_is_made_again(open_store, proxy, uploads, s3_server, s3_url):
+    data = os.urandom(17 * MIB)
+    # Ceph's answer: "this multipart completion is already in progress", for ever.
+    proxy.plan = where(refuse(500, "InternalError"), operation="complete", calls=[1, 2, 3])
+    seen = []
+
+    def abort_at_the_last_part(count):
+        seen.append(count)
+        if sum(seen) == len(data):
+            s3_server.empty(*s3_url.removeprefix("s3://").split("/", 1))
+            # It is not taken for what the upload has made.
+            open_store().put("x", bytes(len(data)))
+
+    open_store().upload("x", memoryview(data), journal=MemoryJournal(), progress=abort_at_the_last_part)
+    assert open_store().get("x") == data
+    assert sum(seen) == len(data), "no byte is told twice"
+    assert uploads() == []
+    # Asked after at once: it does not wait until the server gives up on it.
+    assert (proxy.counts["create"], proxy.counts["complete"]) == (2, 4)
+
+
+@pytest.mark.parametrize("denied", [{"list_parts"}, {"list_parts", "abort"}])
+def test_an_interrupted_upload_that_may_not_be_asked_after_is_made_again(denied, open_store, proxy, uploads, caplog):
+    data, journal = os.urandom(33 * MIB), MemoryJournal()
+    proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 2 else None
+    with failing("unavailable"):
+        open_store(deadline_s=0.1, write_concurrency=1).upload("x", memoryview(data), journal=journal)
+    # Other credentials may ask: with these the upload stops, and no part is lost.
+    proxy.plan = where(refuse(400, "ExpiredToken"), operation="list_parts")
+    with failing("credentials", match="ExpiredToken"):
+        open_store().upload("x", memoryview(data), journal=journal)
+    assert (len(uploads()), journal.read() is None, proxy.counts["abort"]) == (1, False, 0)
+    proxy.plan = lambda name, _: DENIED if name in denied else None
+    open_store().upload("x", memoryview(data), journal=journal)
+    assert open_store().get("x") == data
+    assert journal.read() is None
+    assert "what has arrived of x is sent again: S3 list_parts failed (AccessDenied, HTTP 403)" in caplog.text
+    assert "this needs s3:ListMultipartUploadParts" in caplog.text
+    assert len(uploads()) == ("parts of an upload stay on the server" in caplog.text) == ("abort" in denied)
