@@ -152,3 +152,28 @@ def test_a_failed_upload_is_shown_once(kind, shown_by, memory_dir, tmp_path):
     writer = build(dcp.TieredStorageWriter, **{key: value for key, value in options.items() if key != "kind"})
     assert writer.session.counts["failed"] == (0 if shown_by == "future" else 1)
     writer.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_that_too_many_others_leave_no_room_for_is_an_error_where_these_are_raised(kind, options, caplog):
+    save(kind, 1, options)
+    build(dcp.TieredStorageWriter, **options).close()
+    memory = MemoryTier.open(options["memory_dir"], build(settings_of, None, options).config.namespace)
+    busy = try_lock(memory.root / LOCK_FILE, patience_s=60)
+    full = {**options, "pending_timeout_s": 1, "max_pending": 1}
+    strict = {**full, "on_save_error": "raise"}
+    try:
+        save(kind, 2, full, wait=False)
+        assert save(kind, 3, full) is not None
+        assert "step_3 stays in memory: too many saves wait for the durable tier" in caplog.text
+        for step in (4, 5):
+            said = f"step_{step} is in memory, but not on the durable tier: too many saves wait for it"
+            with pytest.raises((SaveError, stock.CheckpointException), match=said):
+                save(kind, step, strict)
+    finally:
+        release(busy)
+        for used in (full, strict):
+            close_shared(build(settings_of, None, used))
+    assert [step for step in range(1, 6) if is_there(options, step)] == [1, 2]
+    assert {stored.part.name for stored in memory.parts()} >= {"step_5"}
+    memory.close()

@@ -2,7 +2,7 @@
 
 import pytest
 from support.draining import drain, names, readable
-from support.faulty import Injected, refusing
+from support.faulty import FaultyStore, Injected, refusing
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain import status
@@ -132,3 +132,25 @@ def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(nod
     assert drain(node).run()
     assert node.states() == dict.fromkeys(queued, "committed")
     assert readable(store, "a.ckpt") == b"A"
+
+
+def test_an_alias_that_failed_once_is_set_though_the_queue_is_never_empty(node, store):
+    """If the line is slower than the saves, an alias that waits for an empty queue is never done."""
+    seen = []
+
+    class Slow(FaultyStore):
+        def upload_if(self, *arguments, **options):
+            save()
+            return super().upload_if(*arguments, **options)
+
+    def save():
+        if len(seen) < 20:
+            seen.append(readable(store, "last.ckpt"))
+            node.save(f"{len(seen)}.ckpt", b"A")
+            node.alias("last.ckpt", f"{len(seen)}.ckpt")
+
+    save()
+    clock = Clock(Timing(redo_first_s=0.0, redo_max_s=0.0))
+    drain(node, Slow(store, fail_at=1, only=of("put", "last.ckpt", times=1)), clock=clock).run(once=True)
+    assert seen[-1] == b"A"
+    assert not node.queue.requests()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from support.committing import save, swept
 from support.draining import LOG, Node, drain, names, working
-from support.faulty import FaultyStore, refusing
+from support.faulty import FaultyStore, Injected, refusing
 from support.sharded import named, objects, readable
 from support.story import op_id
 from support.waiting import until
@@ -259,3 +259,33 @@ def test_what_an_earlier_start_left_incomplete_is_no_failure_of_this_one(memory_
         ("WARNING", "Step 2: of an earlier start: alias of last.ckpt"),
         ("ERROR", "Step 3: 3.ckpt"),
     ]
+
+
+def test_a_damaged_description_of_a_save_that_waits_holds_up_no_later_one(nodes, store):
+    first, second = nodes
+    first.part("1.ckpt", 1, 0)
+    drain(first).run(once=True)
+    store.put(ids.description_key(op_id(1), 1), b"{")
+    first.part("2.ckpt", 2, 0)
+    second.part("2.ckpt", 2, 1)
+    for node in (second, first):
+        drain(node).run(once=True)
+    assert first.states()[op_id(2)] == "committed"
+    assert names(store) == ["2.ckpt"]
+
+
+@pytest.mark.parametrize("what", ["upload", "list"])
+def test_what_is_complete_and_can_not_be_committed_is_spared_once(nodes, store, what, caplog):
+    """Or else the queue would grow. Nor does a look that fails keep it, or the drain busy."""
+    caplog.set_level("INFO")
+    first, second = nodes
+    first.part("1.ckpt", 1, 0)
+    assert drain(first).run(once=True)
+    second.part("1.ckpt", 1, 1)
+    assert drain(second).run(once=True)
+    worker = drain(first, refusing(store, lambda asked, _: asked == what, Injected("away")), clock=Clock(LATER))
+    for state in ("failed", "skipped") if what == "upload" else ("skipped",):
+        cancel = first.cancel(op_id(1))
+        assert worker.run(once=True)
+        assert (first.states()[op_id(1)], first.states()[cancel]) == (state, "committed")
+    assert caplog.text.count("is not given up") == (what == "upload")
