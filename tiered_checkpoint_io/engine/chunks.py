@@ -16,11 +16,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    MemoryTierError,
     RestoreError,
     StoreError,
     TieredCheckpointError,
@@ -444,44 +445,26 @@ def drop_temporary(path: Path) -> None:
         release(lock)
 
 
-_T_co = TypeVar("_T_co", covariant=True)
-_T = TypeVar("_T")
 #: Ranges of one peer that are read at once.
 RANGES = 4
 
 
-class Destination(Protocol[_T_co]):
-    """Destination of a part that arrives."""
-
-    def open(self) -> contextlib.AbstractContextManager[Mapping[str, memoryview]]:
-        """Makes room for its files, by basename."""
-        ...
-
-    def fresh(self, basename: str) -> int | None:
-        """Returns a descriptor of a file of which no page was touched yet."""
-        ...
-
-    def arrived(self, number: int, chunk: int) -> None:
-        """Takes note that a chunk of a file is there, and verified."""
-        ...
-
-    def keep(self) -> _T_co:
-        """Makes the part exist, once all files have arrived and :meth:`open`'s block has ended."""
-        ...
-
-    def drop(self) -> None:
-        """Frees the part's room."""
-        ...
-
-
 class SlotDestination:
-    """Slots of a memory tier, in which a part becomes this node's."""
+    """Slots of a memory tier, in which a part becomes this node's; or a temporary file, if memory has no room."""
 
     #: The part, as other nodes see it until it is there.
     _incoming: Incoming | None = None
+    #: The temporary file.
+    _path: Path | None = None
 
     def __init__(
-        self, tier: MemoryTier, part: Part, *, drained: bool = False, acquire: Callable[[int], Slot] | None = None
+        self,
+        tier: MemoryTier,
+        part: Part,
+        *,
+        drained: bool = False,
+        acquire: Callable[[int], Slot] | None = None,
+        aside: Callable[[int, MemoryTierError], Path] | None = None,
     ) -> None:
         """Takes no room yet.
 
@@ -490,26 +473,38 @@ class SlotDestination:
             part: Part that arrives.
             drained: True if this node need not upload the part.
             acquire: Returns a slot of a size; the tier's function by default.
+            aside: Returns the folder for a temporary file of a size, if there is no slot for the part's only file.
         """
         self._tier = tier
         self._part = part
         self._drained = drained
-        self._acquire = acquire or tier.acquire
+        self._acquire, self._aside = acquire or tier.acquire, aside
         self._slots: dict[str, Slot] = {}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Mapping[str, memoryview]]:
+        """Makes room for the part's files, by basename."""
+        views: dict[str, memoryview] = {}
+        files = self._part.content.files
         with contextlib.ExitStack() as held:
-            views: dict[str, memoryview] = {}
-            for entry in self._part.content.files:
-                slot = self._slots[entry.basename] = self._acquire(max(1, entry.size))
-                views[entry.basename] = held.enter_context(slot.view)
-            with contextlib.suppress(OSError):
-                paths = [self._slots[entry.basename].path for entry in self._part.content.files]
-                self._incoming = Incoming.show(self._tier.root, self._part, paths)
+            try:
+                for entry in files:
+                    slot = self._slots[entry.basename] = self._acquire(max(1, entry.size))
+                    views[entry.basename] = held.enter_context(slot.view)
+            except MemoryTierError as error:
+                if self._aside is None:
+                    raise
+                folder = self._aside(files[0].size, error)
+                self._path, view = held.enter_context(temporary_file(folder, files[0].size))
+                views = {files[0].basename: view}
+            else:
+                with contextlib.suppress(OSError):
+                    paths = [self._slots[entry.basename].path for entry in files]
+                    self._incoming = Incoming.show(self._tier.root, self._part, paths)
             yield views
 
     def arrived(self, number: int, chunk: int) -> None:
+        """Takes note that a chunk of a file is there, and verified."""
         if self._incoming is not None:
             self._incoming.mark(number, chunk)
 
@@ -518,7 +513,10 @@ class SlotDestination:
         slot = self._slots.get(basename)
         return slot.descriptor if slot is not None and not slot.touched else None
 
-    def keep(self) -> StoredPart:
+    def keep(self) -> StoredPart | Path:
+        """Makes the part exist, once all files have arrived and :meth:`open`'s block has ended; or the file's path."""
+        if self._path is not None:
+            return self._path
         try:
             return self._tier.commit(self._part, self._slots, drained=self._drained, saved=False)
         except MemoryFullError:
@@ -529,7 +527,10 @@ class SlotDestination:
             self._hide()
 
     def drop(self) -> None:
+        """Frees the part's room."""
         self._hide()
+        if self._path is not None:
+            drop_temporary(self._path)
         for slot in self._slots.values():
             self._tier.give_back(slot)
         self._slots.clear()
@@ -575,10 +576,10 @@ def not_taken(note: Callable[[str], None]) -> Callable[[Readable, FileEntry, Exc
 def read_part(
     part: Part,
     stores: Sequence[PeerStore],
-    destination: Destination[_T],
+    destination: SlotDestination,
     progress: Callable[[int], None] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
-) -> _T:
+) -> StoredPart | Path:
     """Reads a part whole, verified.
 
     Args:

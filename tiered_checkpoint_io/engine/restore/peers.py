@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from pathlib import Path
 
 from tiered_checkpoint_io.engine.chunks import (
     RANGES,
     Copies,
     Copy,
-    Destination,
+    SlotDestination,
     copies_of,
     describe,
     not_taken,
@@ -19,10 +19,10 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.logs import of_step, rate
+from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
 from tiered_checkpoint_io.stores.peer import Endpoint, PeerStore
 
-_T = TypeVar("_T")
 #: Nodes that read from one node at the same time, at most, while a checkpoint goes to all nodes.
 CHILDREN = 2
 
@@ -100,7 +100,7 @@ class Peers:
         self.rejected.append(note)
         self._tiers.skipped(note)
 
-    def fetch(self, rank: int, place: Callable[[Part], Destination[_T]]) -> _T:
+    def fetch(self, rank: int, place: Callable[[Part], SlotDestination]) -> StoredPart | Path:
         """Reads a rank's part whole into the destination that ``place`` returns.
 
         Raises:

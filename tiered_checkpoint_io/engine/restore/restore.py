@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -211,8 +211,10 @@ class NodeFetcher:
             with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
                 return self._from_memory(candidate.save_id)
             if tier == "peer":
-                place = partial(SlotOrFile, self.tiers, tier=tier, drained=not takes_over)
-                return peers.fetch(self._rank or 0, place)
+                kept = peers.fetch(self._rank or 0, partial(self._destination, drained=not takes_over))
+                part = peers.part(self._rank or 0)
+                assert part is not None
+                return fetched_from(kept, tier, part)
             return self._from_durable(candidate)
 
     def _from_memory(self, save_id: str) -> FetchedPart:
@@ -230,14 +232,14 @@ class NodeFetcher:
         except CorruptCheckpointError as error:
             self.tiers.quarantine(stored, error)
             raise
-        return fetched_from(stored, "memory")
+        return fetched_from(stored, "memory", stored.part)
 
     def _adopt(self, save_id: str) -> FetchedPart:
         """Returns the file in this node's memory, which is its own from now on and not a replica."""
         stored = self.find(save_id)
         if stored.is_replica:
             stored = self.tiers.memory.adopt(stored, drained=False)
-        return fetched_from(stored, "memory")
+        return fetched_from(stored, "memory", stored.part)
 
     def _from_durable(self, candidate: Candidate) -> FetchedPart:
         """Returns the file from the durable tier, in this node's memory or spill, or else a temporary file."""
@@ -263,20 +265,36 @@ class NodeFetcher:
         if candidate.is_foreign and ids.url_scheme(self.tiers.dirpath) is None:
             # A local file needs no copy: no mapping of it stays.
             return FetchedPart(part, Path(self.tiers.dirpath, entry.path), "durable")
-        started, destination = self.tiers.clock.monotonic(), SlotOrFile(self.tiers, part, tier="durable", drained=True)
+        started, destination = self.tiers.clock.monotonic(), self._destination(part, drained=True)
         try:
             with destination.open() as views:
                 concurrency = self.tiers.config.read_concurrency()
                 fresh = destination.fresh(entry.basename)
                 write = chunks.writer_to(fresh) if fresh is not None else None
                 chunks.fetch(store, entry, views[entry.basename], concurrency=concurrency, write=write)
-            fetched = destination.keep()
+            fetched = fetched_from(destination.keep(), "durable", part)
         except BaseException:
             destination.drop()
             raise
         fetched.bytes_read = entry.size
         self.tiers.log.info("fetched %s: %s", part.name, rate(entry.size, self.tiers.clock.monotonic() - started))
         return fetched
+
+    def _destination(self, part: Part, *, drained: bool) -> SlotDestination:
+        """Returns the destination of a part's file: a slot, or a file if neither memory nor the spill has room."""
+        memory = self.tiers.memory
+
+        def slot(size: int) -> Slot:
+            # Memory keeps parts by their save ids. A part of another format version, for one, is not ours to remove.
+            if not part.save_id or memory.is_taken(part.save_id, part.rank):
+                raise MemoryTierError("memory can't keep it, or holds something of this save that can't be used")
+            return acquire(memory, size, Rules.of_load(part))
+
+        def aside(size: int, error: MemoryTierError) -> Path:
+            self.tiers.log.warning("fetching into a temporary file: %s", error)
+            return aside_root(memory, size) / SLOTS
+
+        return SlotDestination(memory, part, drained=drained, acquire=slot, aside=aside)
 
     def find(self, save_id: str) -> StoredPart:
         """Returns the part of a save in this node's memory, or the replica of it that this node keeps."""
@@ -347,63 +365,12 @@ def note_restore(session: Session, found: Found, tier: Tier, began: float) -> No
     )
 
 
-def fetched_from(stored: StoredPart, tier: Tier) -> FetchedPart:
-    """Returns a part of one file in this node's memory."""
-    (entry,) = stored.part.content.files
-    return FetchedPart(stored.part, stored.file(entry.basename), tier)
-
-
-class SlotOrFile:
-    """Destination of a part's file: a slot, or a temporary file if neither memory nor the spill has room."""
-
-    def __init__(self, tiers: Tiers, part: Part, *, tier: Tier, drained: bool) -> None:
-        """Takes no room yet; ``tier`` is the source of the part."""
-        self._tiers = tiers
-        self._tier: Tier = tier
-        self._part = part
-        self._path: Path | None = None
-        self._slot = SlotDestination(tiers.memory, part, drained=drained, acquire=self._acquire)
-
-    def _acquire(self, size: int) -> Slot:
-        if self._tiers.memory.is_taken(self._part.save_id, self._part.rank):
-            # A part of another format version, for one, is not ours to remove.
-            raise MemoryTierError("memory holds something of this save that can't be used", key=self._part.save_id)
-        return acquire(self._tiers.memory, size, Rules.of_load(self._part))
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[Mapping[str, memoryview]]:
-        with contextlib.ExitStack() as held:
-            views: Mapping[str, memoryview] = {}
-            # A checkpoint of another tool has no save id, by which memory keeps its parts.
-            if self._part.save_id:
-                try:
-                    views = held.enter_context(self._slot.open())
-                except MemoryTierError as error:
-                    self._tiers.log.warning("fetching into a temporary file: %s", error)
-            if not views:
-                (entry,) = self._part.content.files
-                folder = aside_root(self._tiers.memory, entry.size) / SLOTS
-                self._path, view = held.enter_context(chunks.temporary_file(folder, entry.size))
-                views = {entry.basename: view}
-            yield views
-
-    def fresh(self, basename: str) -> int | None:
-        """See :meth:`SlotDestination.fresh`; None for a temporary file."""
-        return self._slot.fresh(basename)
-
-    def arrived(self, number: int, chunk: int) -> None:
-        """See :meth:`SlotDestination.arrived`."""
-        self._slot.arrived(number, chunk)
-
-    def keep(self) -> FetchedPart:
-        if self._path is not None:
-            return FetchedPart(self._part, self._path, self._tier, temporary=True)
-        return fetched_from(self._slot.keep(), self._tier)
-
-    def drop(self) -> None:
-        self._slot.drop()
-        if self._path is not None:
-            chunks.drop_temporary(self._path)
+def fetched_from(kept: StoredPart | Path, tier: Tier, part: Part) -> FetchedPart:
+    """Returns a part of one file: in this node's memory, or in a temporary file."""
+    if isinstance(kept, Path):
+        return FetchedPart(part, kept, tier, temporary=True)
+    (entry,) = kept.part.content.files
+    return FetchedPart(kept.part, kept.file(entry.basename), tier)
 
 
 def restore(
