@@ -14,7 +14,6 @@ from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore
-from tiered_checkpoint_io.engine.restore.unmanaged import Entries, plain_checkpoints, warn_of_later
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.saver import FullSaver
 from tiered_checkpoint_io.engine.session import Session
@@ -24,13 +23,15 @@ from tiered_checkpoint_io.logs import Logger, names_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.manifest import Metric
+from tiered_checkpoint_io.model.manifest import METADATA, Metric
 from tiered_checkpoint_io.stores.base import children_of
 from tiered_checkpoint_io.stores.retry import answer_within
 
 TIERS = frozenset({"memory", "durable"})
 #: A smaller state is saved within hundredths of a second in any case.
 _LEAST_PREPARED = 64 << 20
+#: End of the names of Lightning's checkpoints.
+_ENDING = ".ckpt"
 
 
 def tiers_for_step(
@@ -88,6 +89,46 @@ def no_best(selector: Selector, dirpath: str) -> CheckpointNotFoundError:
         key=dirpath,
         hint="see `tiered-ckpt ls` for those that exist",
     )
+
+
+class Entries:
+    """Objects and folders on the durable tier; each folder is listed once, when it is first asked for."""
+
+    def __init__(self, children: Callable[[str], Iterable[str]]) -> None:
+        """Takes ``children``: see :func:`stores.base.children_of`."""
+        self._children = children
+        self._listed: dict[str, frozenset[str]] = {}
+
+    def below(self, prefix: str = "") -> frozenset[str]:
+        """Returns the names right below a prefix, folders' names with a slash.
+
+        Raises:
+            StoreError: The durable tier could not be read.
+        """
+        if prefix not in self._listed:
+            self._listed[prefix] = frozenset(self._children(prefix))
+        return self._listed[prefix]
+
+    def has(self, name: str) -> bool:
+        """Returns True if a checkpoint has this name, an object or a folder of DCP; raises as :meth:`below`."""
+        prefix = ""
+        *folders, last = name.split("/")
+        for folder in folders:
+            if f"{folder}/" not in self.below(prefix):
+                return False
+            prefix += f"{folder}/"
+        names = self.below(prefix)
+        return last in names or (f"{last}/" in names and METADATA in self.below(f"{prefix}{last}/"))
+
+
+def plain_checkpoints(entries: Iterable[str]) -> list[str]:
+    """Returns the names of Lightning checkpoints: "last" first, then the greatest steps."""
+
+    def order(name: str) -> tuple[bool, int, str]:
+        step = ids.step_in_name(name)
+        return not ids.is_last(name), -1 if step is None else -step, name
+
+    return sorted((name for name in entries if name.endswith(_ENDING)), key=order)
 
 
 class Checkpointer:
@@ -230,8 +271,24 @@ class Checkpointer:
         others = [each for each in there if prefix + each.rstrip("/") not in own]
         if not prefix and self._latest is not None:
             latest, self._latest = self._latest, None
-            warn_of_later(self.session.log, self.dirpath, latest, others)
+            self._warn_of_later(latest, others)
         return others
+
+    def _warn_of_later(self, latest: Restored, entries: Iterable[str]) -> None:
+        """Warns if a Lightning checkpoint's name has a later step than the one that was loaded as the latest."""
+        steps = {name: ids.step_in_name(name) for name in plain_checkpoints(entries)}
+        later = next((name for name, step in steps.items() if step is not None and step > latest.step), None)
+        if later is not None:
+            self.session.log.warning(
+                "%s took %s (step %d), and passes by %s (step %d), which has no manifest, as where Lightning alone"
+                " saved it; to resume from that, give its name: ckpt_path=%r",
+                ids.LATEST,
+                latest.name,
+                latest.step,
+                later,
+                steps[later],
+                ids.join_url(self.dirpath, later),
+            )
 
     # ------------------------------------------------------------------------------------- load
     def load(
