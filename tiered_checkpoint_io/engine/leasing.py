@@ -247,27 +247,42 @@ class NamespaceLock:
         mine = {"dirpath": dirpath, "owner": owner, "pid": os.getpid()}
         deadline = clock.monotonic() + clock.timing.namespace_wait_s
         self._held: int | None = None
-        while True:
-            try:
-                self._held, other = _lock(root, mine, clock)
-            except OSError as error:
-                # No space, or no descriptor: a save may not need memory.
-                log.warning("could not lock this namespace of node memory; another job in it goes unnoticed: %s", error)
-                return
-            if self._held is not None:
-                return
-            if clock.monotonic() > deadline:
-                break
-            # The other job's process may be about to end.
-            clock.sleep(clock.timing.namespace_poll_s)
-        raise ConfigError(
-            f"another live job keeps its checkpoints in this node's memory under the same namespace: that of"
-            f" {other.get('dirpath')}, process {other.get('pid')}",
-            operation="save",
-            tier="memory",
-            key=str(root),
-            hint="give each job of a node a namespace of its own",
-        )
+        try:
+            while (other := self._take(root, mine, clock)) is not None:
+                if clock.monotonic() > deadline:
+                    raise ConfigError(
+                        f"another live job keeps its checkpoints in this node's memory under the same namespace: that"
+                        f" of {other.get('dirpath')}, process {other.get('pid')}",
+                        operation="save",
+                        tier="memory",
+                        key=str(root),
+                        hint="give each job of a node a namespace of its own",
+                    )
+                # The other job's process may be about to end.
+                clock.sleep(clock.timing.namespace_poll_s)
+        except OSError as error:
+            # No space, or no descriptor: a save may not need memory.
+            log.warning("could not lock this namespace of node memory; another job in it goes unnoticed: %s", error)
+
+    def _take(self, root: Path, mine: dict[str, Any], clock: Clock) -> dict[str, Any] | None:
+        """Takes a shared lock, or returns the job that has it; the first process of a job writes its owner."""
+        held = try_lock(root / LOCK_FILE)
+        is_first = held is not None
+        if held is None:
+            held = try_lock(root / LOCK_FILE, shared=True)
+        with contextlib.ExitStack() as given_back:
+            if held is not None:
+                given_back.callback(release, held)
+                if is_first:
+                    write_atomic(root / _FACTS_FILE, json.dumps(mine).encode(), clock)
+                    share(held)
+            other = _facts(root)
+            # A damaged file names no job.
+            if held is None or (other and not are_one(mine["owner"], str(other.get("owner")))):
+                return other
+            given_back.pop_all()
+        self._held = held
+        return None
 
     @property
     def is_lost(self) -> bool:
@@ -279,29 +294,6 @@ class NamespaceLock:
         held, self._held = self._held, None
         if held is not None:
             release(held)
-
-
-def _lock(root: Path, mine: dict[str, Any], clock: Clock) -> tuple[int | None, dict[str, Any]]:
-    """Returns a shared lock, or None and the job that has it; the first process of a job writes its owner."""
-    held = try_lock(root / LOCK_FILE)
-    is_first = held is not None
-    if held is None:
-        held = try_lock(root / LOCK_FILE, shared=True)
-    try:
-        if held is not None and is_first:
-            write_atomic(root / _FACTS_FILE, json.dumps(mine).encode(), clock)
-            share(held)
-        other = _facts(root)
-        # A damaged file names no job.
-        is_mine = not other or are_one(mine["owner"], str(other.get("owner")))
-    except BaseException:
-        if held is not None:
-            release(held)
-        raise
-    if held is not None and not is_mine:
-        release(held)
-        held = None
-    return held, other
 
 
 def _facts(root: Path) -> dict[str, Any]:
