@@ -17,7 +17,7 @@ import platform
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -36,8 +36,30 @@ from tiered_checkpoint_io.model.documents import Place, hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Kind, Metric, Part
 from tiered_checkpoint_io.version import __version__
 
-#: Newest facts and votes that this thread has unpickled; see :func:`arrived`.
+_T = TypeVar("_T")
+#: Facts and votes that this thread has unpickled, by the name of their class; see :func:`arrived`.
 _arrivals = threading.local()
+
+
+def _arrived(kind: type[_T]) -> list[_T]:
+    found: list[_T] = _arrivals.__dict__.setdefault(kind.__name__, [])
+    return found
+
+
+def _arrive(kind: type[_T], *fields: Any) -> _T:
+    made = kind(*fields)
+    _arrived(kind).append(made)
+    return made
+
+
+class _Noted:
+    """Base of data that is noted when it is unpickled."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = dataclasses.fields(cast("Any", self))
+        return _arrive, (type(self), *(getattr(self, each.name) for each in fields))
 
 
 #: Reason for a save that never overlaps.
@@ -47,7 +69,7 @@ FOUND_CHANGED = "a capture has found the state changed"
 
 
 @dataclass(frozen=True, slots=True)
-class SaveFacts:
+class SaveFacts(_Noted):
     """Facts of one save that all its ranks agree on.
 
     Attributes:
@@ -86,9 +108,6 @@ class SaveFacts:
     left_out: bool = False
     dirpath: str = ""
     lacking: tuple[str, ...] = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_arrive, tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     @property
     def mark(self) -> str:
@@ -163,15 +182,9 @@ class ShardRole:
     writes: bool = True
 
 
-def _arrive(*fields: Any) -> SaveFacts:
-    facts = SaveFacts(*fields)
-    _arrivals.facts = facts
-    return facts
-
-
 def expect_facts() -> None:
     """Forgets the facts that this thread has received."""
-    _arrivals.facts = None
+    _arrived(SaveFacts).clear()
 
 
 def arrived() -> SaveFacts | None:
@@ -182,8 +195,7 @@ def arrived() -> SaveFacts | None:
     them misses a save, and would not show whether *this* save goes to the durable tier. But the facts did reach every
     rank, in the thread that saves: so unpickling notes them.
     """
-    facts: SaveFacts | None = getattr(_arrivals, "facts", None)
-    return facts
+    return next(reversed(_arrived(SaveFacts)), None)
 
 
 def agreed(facts: object, located: ids.Located, dirpath: str, rank: int) -> SaveFacts:
@@ -302,7 +314,7 @@ def _count(value: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Vote:
+class Vote(_Noted):
     """Answer of a rank about its node, before a save that is to go to the durable tier.
 
     Attributes:
@@ -313,20 +325,10 @@ class Vote:
     free: bool
     given_up: str
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive_vote, (self.free, self.given_up)
-
-
-def _arrive_vote(free: bool, given_up: str) -> Vote:
-    vote = Vote(free, given_up)
-    _arrivals.votes = (*arrived_votes(), vote)
-    return vote
-
 
 def arrived_votes() -> tuple[Vote, ...]:
     """Returns the votes that this thread has received since :func:`vote`: of ranks that have anything to say."""
-    votes: tuple[Vote, ...] = getattr(_arrivals, "votes", ())
-    return votes
+    return tuple(_arrived(Vote))
 
 
 def vote(session: Session, *, durable: bool) -> Vote | None:
@@ -338,7 +340,7 @@ def vote(session: Session, *, durable: bool) -> Vote | None:
         session: Both tiers.
         durable: True if the save is to go to the durable tier, and this rank is not the coordinator.
     """
-    _arrivals.votes = ()
+    _arrived(Vote).clear()
     if not durable or session.is_last or session.is_preempted:
         return None
     free = _is_free(session)
