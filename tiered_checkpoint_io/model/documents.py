@@ -156,18 +156,18 @@ def value_of(raw: Mapping[str, Any], key: str, kind: type[_T], default: _T | Non
     return value
 
 
-def list_of(raw: Mapping[str, Any], key: str, kind: type[_T], default: list[_T] | None = None) -> list[_T]:
+def list_of(raw: Mapping[str, Any], key: str, kind: type[_T]) -> list[_T]:
     """Returns a list of values of one kind; raises as :func:`value_of`."""
-    values = value_of(raw, key, list, default)
+    values = value_of(raw, key, list)
     if len(values) > _MOST or not all(type(each) is kind for each in values):
         raise CorruptCheckpointError(f"{key}: expected a list of at most {_MOST}, each {_IN_JSON[kind]}")
     return values
 
 
-def int_of(raw: Mapping[str, Any], key: str, low: int, high: int, default: int | None = None) -> int:
-    """Returns a whole number within bounds, or the default; raises as :func:`value_of`."""
-    value = value_of(raw, key, int, default)
-    if value != default and not low <= value <= high:
+def int_of(raw: Mapping[str, Any], key: str, low: int, high: int) -> int:
+    """Returns a whole number within bounds; raises as :func:`value_of`."""
+    value = value_of(raw, key, int)
+    if not low <= value <= high:
         raise CorruptCheckpointError(f"{key}: expected a whole number from {low} to {high}")
     return value
 

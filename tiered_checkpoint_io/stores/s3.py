@@ -102,13 +102,10 @@ class S3Store:
 
     def folders(self, prefix: str) -> Iterator[str]:
         """Yields the names of the folders right below ``prefix``, which ends with a slash: see :mod:`base`."""
-        start = self._client.prefix + prefix
-        for page in self._client.pages("list_objects_v2", None, {"Prefix": start, "Delimiter": "/"}):
-            for entry in page.get("CommonPrefixes", ()):
-                yield entry["Prefix"][len(start) : -1]
+        return (name[:-1] for name in self.children(prefix) if name.endswith("/"))
 
     def children(self, prefix: str) -> Iterator[str]:
-        """Yields :meth:`folders`, each with a slash, and the names of the objects there; see :mod:`base`."""
+        """Yields the names of the folders right below ``prefix``, each with a slash, and of the objects there."""
         start = self._client.prefix + prefix
         for page in self._client.pages("list_objects_v2", None, {"Prefix": start, "Delimiter": "/"}):
             found = [each["Prefix"] for each in page.get("CommonPrefixes", ())]

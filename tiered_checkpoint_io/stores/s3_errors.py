@@ -38,10 +38,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "list_parts": ("s3:ListMultipartUploadParts",),
     "abort": ("s3:AbortMultipartUpload",),
     "copy": ("s3:GetObject", "s3:PutObject"),
-    "copy_part": ("s3:GetObject", "s3:PutObject"),
     "list_uploads": ("s3:ListBucketMultipartUploads",),
     "delete": ("s3:DeleteObject",),
-    "delete_many": ("s3:DeleteObject",),
 }
 
 
