@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 from tiered_checkpoint_io.errors import ConfigError, did_you_mean
 from tiered_checkpoint_io.model import ids
@@ -122,8 +122,11 @@ class EverySteps:
 
     def keeps(self, units: Sequence[_Unit]) -> list[_Unit]:
         """See :meth:`Latest.keeps`."""
-        known = sorted((unit for unit in units if unit[0].step >= self.every_steps), key=lambda unit: unit[0].step)
-        return _first_of_each([(unit[0].step // self.every_steps, unit) for unit in known])
+        first: dict[int, _Unit] = {}
+        for unit in sorted(units, key=lambda unit: unit[0].step):
+            if unit[0].step >= self.every_steps:
+                first.setdefault(unit[0].step // self.every_steps, unit)
+        return list(first.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +245,6 @@ def _resumable(unit: _Unit) -> bool:
     return any(each.resumable for each in unit)
 
 
-def _first_of_each(numbered: Iterable[tuple[float, _Unit]]) -> list[_Unit]:
-    first: dict[float, _Unit] = {}
-    for number, unit in numbered:
-        first.setdefault(number, unit)
-    return list(first.values())
-
-
 # --------------------------------------------------------------------------------- configuration
 def policies_from(value: object) -> tuple[Policy, ...]:
     """Returns policies from any form: a policy, a mapping, or a list of both; None means no policy.
@@ -256,24 +252,17 @@ def policies_from(value: object) -> tuple[Policy, ...]:
     Raises:
         ConfigError: Another form; says the key, the value and what is allowed.
     """
-    if value is None:
+    if value is None or value == {}:
         return ()
-    if isinstance(value, _POLICIES):
-        return (value,)
-    if isinstance(value, Mapping):
-        return _from_mapping(value)
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        _refuse("retention", value, _EXAMPLE)
-    return tuple(policy for each in value for policy in _each(each))
+    several = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+    return tuple(policy for each in several for policy in _each(each))
 
 
-def _each(value: object) -> tuple[Policy, ...]:
-    if not isinstance(value, (*_POLICIES, Mapping)) or value == {}:
-        _refuse("retention", value, _EXAMPLE)
-    return policies_from(value)
-
-
-def _from_mapping(raw: Mapping[Any, Any]) -> tuple[Policy, ...]:
+def _each(raw: object) -> list[Policy]:
+    if isinstance(raw, _POLICIES):
+        return [raw]
+    if not isinstance(raw, Mapping) or not raw:
+        _refuse("retention", raw, _EXAMPLE)
     # {best: 3, metric: val_loss}: the keys of one policy side by side.
     own = {key: raw[key] for key in ("metric", "mode") if key in raw}
     found: list[Policy] = []
@@ -284,14 +273,10 @@ def _from_mapping(raw: Mapping[Any, Any]) -> tuple[Policy, ...]:
         if kind is Best:
             found += _best(value, own)
         elif kind is not None:
-            found.append(_single(kind, value))
+            found.append(cast("Callable[[Any], Policy]", kind)(value))
     if own and Best not in {type(each) for each in found}:
         _refuse("retention", dict(raw), "metric and mode beside best alone")
-    return tuple(found)
-
-
-def _single(kind: Callable[[Any], Policy], value: object) -> Policy:
-    return kind(value)
+    return found
 
 
 def _best(value: object, own: Mapping[str, Any]) -> list[Policy]:
