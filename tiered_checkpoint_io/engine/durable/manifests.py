@@ -256,19 +256,12 @@ def names_of(store: Store) -> set[str]:
     Raises:
         StoreError: The tier could not be read.
     """
-
-    def is_there(entry: ObjectInfo) -> bool:
-        try:
-            return entry.size > _MAX_RESERVATION or not reservation_in(store.get(entry.key))
-        except StoreNotFoundError:
-            return False
-        except StoreError as error:
-            if error.reason != "archived":
-                raise
-            return True
-
     listed = _listed(store)
-    there = in_parallel(is_there, listed.values())
+
+    def is_there(name: str) -> bool:
+        return listed[name].size > _MAX_RESERVATION or _understood(store, name) is not None
+
+    there = in_parallel(is_there, listed)
     return {name for name, is_one in zip(listed, there, strict=True) if is_one}
 
 
