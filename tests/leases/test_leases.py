@@ -26,7 +26,7 @@ from tiered_checkpoint_io.engine.leasing import LeaseKeeper, NamespaceLock, owne
 from tiered_checkpoint_io.engine.ranks import run
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory import node
-from tiered_checkpoint_io.memory.node import Identity, are_one
+from tiered_checkpoint_io.memory.node import JOB_VARIABLES, Identity, are_one
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.ids import LEASE_KEY
 from tiered_checkpoint_io.stores import open_store
@@ -325,12 +325,29 @@ def owner_in(environment):
     return found
 
 
-def test_an_owner_is_handed_on_to_each_process_that_another_starts():
-    clean = {name: value for name, value in os.environ.items() if name != "TIERED_CHECKPOINT_OWNER"}
-    before, environment = owner_in(clean)
+@pytest.mark.parametrize(
+    ("first", "second", "one"),
+    [
+        pytest.param({}, {}, True, id="no-scheduler"),
+        pytest.param({"SLURM_JOB_ID": "1"}, {"SLURM_JOB_ID": ""}, True, id="variables-stripped"),
+        pytest.param({"SLURM_JOB_ID": ""}, {"SLURM_JOB_ID": "2"}, False, id="sbatch-from-a-login-node"),
+        pytest.param({"PBS_JOBID": "12[1].host"}, {"PBS_JOBID": "13[1].host"}, False, id="qsub-of-an-array"),
+        pytest.param({"LSB_JOBID": "5", "LSB_JOBINDEX": "1"}, {"LSB_JOBID": "5"}, True, id="lsf-child"),
+    ],
+)
+def test_an_owner_is_handed_on_within_a_job_only(first, second, one):
+    unwanted = ("TIERED_CHECKPOINT_OWNER", "TIERED_CHECKPOINT_OWNER_JOB", *JOB_VARIABLES)
+    clean = {name: value for name, value in os.environ.items() if name not in unwanted}
+    before, environment = owner_in(clean | first)
+    after, environment = owner_in(environment | second)
+    assert are_one(before, after) == one
     child, _ = owner_in(environment)
-    assert are_one(before, child)
+    assert are_one(after, child)
+    assert are_one(before, child) == one
     assert not are_one(child, owner_in(environment)[0]), "two that one process starts are two"
+    # The scheduler starts a job that is requeued again with what it was submitted with.
+    again, _ = owner_in(environment | second | {"SLURM_JOB_ID": "9"})
+    assert not are_one(after, again)
 
 
 @pytest.mark.parametrize(

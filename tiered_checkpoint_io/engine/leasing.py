@@ -39,7 +39,9 @@ from tiered_checkpoint_io.logs import Logger, size_text
 from tiered_checkpoint_io.memory.node import (
     Identity,
     are_one,
+    is_another_job,
     is_lost,
+    job_of,
     release,
     share,
     try_lock,
@@ -374,6 +376,8 @@ def _is_needed(tier: MemoryTier) -> bool:
 _ANCESTORS = 32
 #: Variable with a process's owner, so that child processes know that they belong to it.
 _OWNER_VARIABLE = "TIERED_CHECKPOINT_OWNER"
+#: Variable with that owner's job of the scheduler: a submitted job inherits its environment, but is another run.
+_JOB_VARIABLE = "TIERED_CHECKPOINT_OWNER_JOB"
 #: The owner of a process, by its id: a forked child has its parent's memory, but is another process.
 _owners: dict[int, str] = {}
 _NOT_LOOKED_UP = "could not look up the newest checkpoint; by a late clock, new ones may count as older: %s"
@@ -382,16 +386,22 @@ _NOT_LOOKED_UP = "could not look up the newest checkpoint; by a late clock, new 
 def owner_of_process(clock: Clock) -> str:
     """Returns this process's launch: a name of its own, after those of the processes that started it.
 
-    All ranks of one start have the same, by the store of torch.distributed. See :func:`node.are_one`.
+    Names of another job of the scheduler, which submitted this one, are left out. All ranks of one start have the same,
+    by the store of torch.distributed. See :func:`node.are_one`.
 
     Raises:
         ConfigError: The store does not answer.
     """
     pid = os.getpid()
+    job, recorded = job_of(os.environ), os.environ.get(_JOB_VARIABLE)
+    is_submitted = recorded is not None and is_another_job(job, recorded)
     if pid not in _owners:
-        line = [*filter(None, os.environ.get(_OWNER_VARIABLE, "").split("/")), clock.token(8)]
+        inherited = "" if is_submitted else os.environ.get(_OWNER_VARIABLE, "")
+        line = [*filter(None, inherited.split("/")), clock.token(8)]
         _owners[pid] = "/".join(line[-_ANCESTORS:])
     _owners[pid] = os.environ[_OWNER_VARIABLE] = current_run().first("owner", _owners[pid])
+    if recorded is None or is_submitted:
+        os.environ[_JOB_VARIABLE] = job
     return _owners[pid]
 
 
