@@ -87,6 +87,8 @@ REFUSED = {
     "sparse csc": lambda: matrix().to_sparse_csc(),
     "sparse bsr": lambda: matrix().to_sparse_bsr((2, 2)),
     "sparse bsc": lambda: matrix().to_sparse_bsc((2, 2)),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)], layout=torch.jagged),
     "meta": lambda: torch.empty(3, 4, device="meta"),
     "masked": lambda: masked_tensor(matrix(), matrix() > 3),
     "mkldnn": lambda: matrix().to_mkldnn(),

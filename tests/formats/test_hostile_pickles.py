@@ -192,6 +192,13 @@ LIES = {
         torch._utils._rebuild_sparse_tensor,
         (torch.sparse_csr, (whole(0, 1, 9), whole(0, 1), torch.ones(2), torch.Size([2, 2]))),
     ),
+    "nested": lambda: Forged(
+        torch._utils._rebuild_nested_tensor, (torch.ones(4), whole([2], [3]), whole([1], [1]), whole(0, 2))
+    ),
+    "jagged": lambda: Forged(
+        torch.nested._internal.nested_tensor._rebuild_njt,
+        ({"values": torch.ones(4, 2), "offsets": whole(0, 2, 9), "lengths": None, "_ragged_idx": 1},),
+    ),
     "axis": lambda: Forged(
         torch._utils._rebuild_qtensor,
         (

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor
+import torch.nested
 from omegaconf import OmegaConf
 
 from tiered_checkpoint_io.engine.trust import Trust
@@ -59,7 +60,7 @@ _NAMES = """
     omegaconf.base.ContainerMetadata typing.Any torch.Size torch.device torch._utils._rebuild_tensor_v2
     torch._utils._rebuild_sparse_tensor torch._utils._rebuild_parameter torch._tensor._rebuild_from_type_v2
     torch.Tensor torch.nn.parameter.Parameter torch.FloatStorage torch.storage.UntypedStorage torch.float32
-    torch.serialization._get_layout torch._utils._rebuild_qtensor
+    torch.serialization._get_layout torch._utils._rebuild_qtensor torch._utils._rebuild_nested_tensor
     torch.distributed.tensor.DTensor torch.FloatTensor copyreg._reconstructor uuid.UUID fractions.Fraction
 """
 NAMES = [*_NAMES.split(), *(f"{__name__}.{name}" for name in ("Holder", "Holder.Held", "Color"))]
@@ -110,7 +111,8 @@ def values():
         *({"w": w, "t": w.t(), "again": w}, torch.nn.Parameter(w.clone()), attributes, torch.empty(2, device="meta")),
         *(torch.ones(3, dtype=torch.uint16), torch.ones(2, dtype=torch.complex64).conj(), w.to_sparse()),
         *(w.to_sparse_csr(), torch.quantize_per_tensor(w, 0.1, 3, torch.qint8)),
-        torch.quantize_per_channel(w, *scales, 0, torch.qint8),
+        *(torch.quantize_per_channel(w, *scales, 0, torch.qint8), torch.nested.nested_tensor([w[0], w[0, :2]])),
+        torch.nested.nested_tensor([w, w[:1]], layout=torch.jagged),
         *(np.arange(6.0).reshape(2, 3), np.array(["a"]), np.array([None, "x"], dtype=object), np.float64(1.5)),
         *(np.zeros(2, dtype="i8,i8"), np.zeros(2, dtype=[("a", "i4"), ("b", "f8", (2,))]), np.dtype(">f4")),
         *(np.array(["2020-01-01"], dtype="M8[D]"), np.asfortranarray(np.eye(2))),

@@ -36,6 +36,7 @@ _RECORDS: dict[str, tuple[str, ...]] = {
     "torch._dynamo.decorators": ("_DimRange",),
 }
 _DTENSOR = "torch.distributed.tensor.DTensor"
+_NESTED = "torch.nested._internal.nested_tensor.NestedTensor"
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 _MOST = 2**63 - 1
 
@@ -128,9 +129,10 @@ def _tensor(call: Call, convert: Converter) -> torch.Tensor:
     return cast("torch.Tensor", make(*args))
 
 
-def _is_tensor(each: Any) -> bool:
-    """Returns True for an ordinary tensor."""
-    return type(each) is torch.Tensor and each.layout is torch.strided and not each.is_quantized
+def _is_tensor(each: Any, *dtypes: torch.dtype) -> bool:
+    """Returns True for an ordinary tensor, of one of some dtypes."""
+    is_ordinary = type(each) is torch.Tensor and each.layout is torch.strided and not each.is_quantized
+    return is_ordinary and (not dtypes or each.dtype in dtypes)
 
 
 def _parameter(call: Call, convert: Converter) -> torch.Tensor:
@@ -188,6 +190,49 @@ def _meta(call: Call, convert: Converter) -> torch.Tensor:
     return torch.empty_strided(size, strides, dtype=dtype, device="meta", requires_grad=needs_gradient)
 
 
+def _nested(call: Call, convert: Converter) -> torch.Tensor:
+    buffer, sizes, strides, offsets = convert.passive(call.args)
+    whole = (torch.int64,)
+    is_known = (
+        _is_tensor(buffer) and buffer.dim() == 1 and all(_is_tensor(each, *whole) for each in (sizes, strides, offsets))
+    )
+    expect(is_known and not call.steps and sizes.shape == strides.shape, "a nested tensor")
+    expect(sizes.dim() == 2 and offsets.shape == sizes.shape[:1], "a nested tensor")
+    for size, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
+        last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        is_inside = min([*size, *stride, offset]) >= 0 and (0 in size or last < buffer.numel())
+        expect(is_inside, "a nested tensor")
+    make: Any = torch._utils._rebuild_nested_tensor
+    return cast("torch.Tensor", make(buffer, sizes, strides, offsets))
+
+
+def _jagged(call: Call, convert: Converter) -> torch.Tensor:
+    (options,) = convert.passive(call.args)
+    expect(type(options) is dict and not call.steps, "a jagged tensor")
+    values, offsets, lengths = (options.get(name) for name in ("values", "offsets", "lengths"))
+    axis, cached = options.get("_ragged_idx"), options.get("_metadata_cache")
+    expect(_is_tensor(values) and _is_tensor(offsets, torch.int64, torch.int32), "a jagged tensor")
+    expect(type(axis) is int and 0 < axis <= values.dim() and offsets.dim() == 1, "a jagged tensor")
+    begins = offsets.tolist()
+    expect(
+        begins and begins[0] >= 0 and begins == sorted(begins) and begins[-1] <= values.shape[axis - 1],
+        "a jagged tensor",
+    )
+    if lengths is not None:
+        expect(_is_tensor(lengths, offsets.dtype) and lengths.shape == (len(begins) - 1,), "a jagged tensor")
+        ends = [begin + length for begin, length in zip(begins, lengths.tolist(), strict=False)]
+        expect(
+            all(begin <= end <= values.shape[axis - 1] for begin, end in zip(begins, ends, strict=False)),
+            "a jagged tensor",
+        )
+    expect(
+        cached is None
+        or (type(cached) is dict and all(type(each) is torch.Tensor or type(each) is int for each in cached.values())),
+        "a jagged tensor",
+    )
+    return cast("torch.Tensor", imported(_NESTED)(**options))
+
+
 def _wrapper(call: Call, convert: Converter) -> torch.Tensor:
     cls, dtype, size, strides, offset, layout, device, needs_gradient = call.args
     cls, (dtype, layout, device) = _tensor_class(cls, convert), convert((dtype, layout, device))
@@ -199,9 +244,9 @@ def _wrapper(call: Call, convert: Converter) -> torch.Tensor:
 
 
 def _tensor_class(raw: Any, convert: Converter) -> Any:
-    """Returns a class of tensors: torch's own that has a rule, and those that the user named."""
-    is_own = type(raw) is Name and raw.full == _DTENSOR
-    cls = imported(_DTENSOR) if is_own else convert(raw)
+    """Returns a class of tensors: torch's own that have rules, and those that the user named."""
+    name = raw.full if type(raw) is Name else ""
+    cls = imported(name) if name in (_DTENSOR, _NESTED) else convert(raw)
     expect(isinstance(cls, type) and issubclass(cls, torch.Tensor), "the class of a tensor")
     return cls
 
@@ -215,10 +260,13 @@ def _tensor_of_class(call: Call, convert: Converter) -> torch.Tensor:
     made = convert(Call(make.full, args))
     expect(isinstance(made, torch.Tensor), "a tensor")
     if type(made) is not cls:
-        expect(name != _DTENSOR and type(made) is torch.Tensor, "a tensor")
+        expect(name not in (_DTENSOR, _NESTED) and type(made) is torch.Tensor, "a tensor")
         made = made.as_subclass(cls)
     call.value = made
-    state = (convert.passive if name == _DTENSOR else convert)(state)
+    state = (convert.passive if name in (_DTENSOR, _NESTED) else convert)(state)
+    if name == _NESTED and type(state) is dict:
+        # Its constructor has set and checked the others.
+        state = {key: each for key, each in state.items() if not hasattr(made, key)}
     is_of_user = name in convert.allowed.named
     state = attributes(object if is_of_user else cls, state)
     if cls.__setstate__ is not torch.Tensor.__setstate__:
@@ -264,6 +312,8 @@ _MAKERS: dict[str, Rule] = {
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_sparse_tensor": _sparse,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
     "torch._tensor._rebuild_from_type_v2": _tensor_of_class,
 }
@@ -271,7 +321,7 @@ RULES: Mapping[str, Rule] = {
     **_MAKERS,
     **{f"{module}.{name}": record for module, names in _RECORDS.items() for name in names},
     **{f"{_PLACEMENTS}.{name}": _placement for name in ("Partial", "Replicate", "Shard", "_StridedShard")},
-    **dict.fromkeys((_DTENSOR, *_STORAGES), only_named),
+    **dict.fromkeys((_DTENSOR, _NESTED, *_STORAGES), only_named),
     "torch.Size": _size,
     "torch.device": _device,
     "torch.serialization._get_layout": _layout,
