@@ -1,14 +1,15 @@
 """A planned file: the bytes around the tensors', the tensors' own, and the way to put both together in a buffer.
 
 The bytes are copied in parallel, and hashed during the copy or later. About 128 bytes of the zip file are between any
-two tensors, and optimizers keep a number for each parameter. So short stretches are copied under the interpreter lock,
-which would else change hands each time.
+two tensors, and optimizers keep a number for each parameter. So one call copies all stretches of a piece of the file: a
+call for each stretch would cost as much as copying some KiB, and the interpreter lock would change hands each time.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -59,11 +60,10 @@ class Written:
             left, offset = left[written:], offset + written
 
 
-#: Longer stretches, bytes, are copied without the interpreter lock. For a shorter one, to get the lock back would take
-#: longer than the copy.
-_LONG = 16 << 10
-_move_alone: Any = ctypes.PyDLL(None).memmove
-_move_alone.argtypes, _move_alone.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+#: Most stretches that the system takes in one call.
+_AT_ONCE = 1024
+#: So few stretches of a piece are copied one by one, each by a call that is faster than the one for many.
+_FEW = 24
 
 _Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -96,23 +96,75 @@ class Copies:
         rows = np.repeat(np.arange(len(offsets)), cuts)
         pieces = np.arange(len(rows)) - np.repeat(np.cumsum(cuts) - cuts - first, cuts)
         lows, highs = np.maximum(offsets[rows], pieces * piece), np.minimum(ends[rows], (pieces + 1) * piece)
-        self.calls, is_long = len(rows), highs - lows > _LONG
-        numbers = np.arange(-(-len(target) // piece) + 1)
-        #: The function that copies, the first row of each piece, and the columns of the rows.
-        self._ways: list[tuple[Any, list[int], tuple[list[int], ...]]] = []
-        for move, are_meant in ((_move_alone, ~is_long), (ctypes.memmove, is_long)):
-            places, sources = ctypes.addressof(target) + lows[are_meant], addresses[rows] + (lows - offsets[rows])
-            columns = places.tolist(), sources[are_meant].tolist(), (highs - lows)[are_meant].tolist()
-            self._ways.append((move, np.searchsorted(pieces[are_meant], numbers).tolist(), columns))
+        self._places = ctypes.addressof(target) + lows
+        self._sources = np.stack((addresses[rows] + (lows - offsets[rows]), highs - lows), axis=1)
+        # A batch of rows begins with a piece, or after the most rows of one call.
+        begins = (np.arange(len(rows)) - np.searchsorted(pieces, pieces)) % _AT_ONCE == 0
+        batches = np.append(np.flatnonzero(begins), len(rows))
+        self._batches = batches.tolist()
+        #: First batch of each piece.
+        self._pieces = np.searchsorted(pieces[batches[:-1]], np.arange(-(-len(target) // piece) + 1)).tolist()
+        # A run of a batch's rows follows without a gap in the buffer.
+        runs = np.flatnonzero(begins | np.append(True, lows[1:] != highs[:-1])[: len(rows)])
+        totals = np.append(0, np.cumsum(highs - lows))[np.append(runs, len(rows))]
+        self._targets = np.stack((self._places[runs], np.diff(totals)), axis=1)
+        self._runs = np.searchsorted(runs, batches).tolist()
+        self._gather = gathering()
+        single = np.diff(batches) <= (_FEW if self._gather is not None else _AT_ONCE)
+        alone = np.flatnonzero(np.repeat(single, np.diff(batches)))
+        self._alone = self._columns(alone)
+        #: Start of each batch's rows among the rows that are copied one by one.
+        self._firsts = np.searchsorted(alone, batches).tolist()
+        self.calls = len(alone) + int(np.count_nonzero(~single))
 
     def copy(self, piece: int, away: int = 0) -> None:
         """Copies the bytes that belong in a piece, by its number, to ``away`` bytes beyond the buffer's own."""
-        for move, firsts, columns in self._ways:
-            targets, sources, lengths = (column[slice(*firsts[piece : piece + 2])] for column in columns)
-            if away:
-                targets = [target + away for target in targets]
-            # No line of Python for each, of which there may be thousands.
-            deque(map(move, targets, sources, lengths), 0)
+        for batch in range(*self._pieces[piece : piece + 2]):
+            start, end = self._firsts[batch : batch + 2]
+            if start < end:
+                _copy_each(*(column[start:end] for column in self._alone), away=away)
+            elif not self._copy_batch(batch, away):
+                _copy_each(*self._columns(slice(*self._batches[batch : batch + 2])), away=away)
+
+    def _copy_batch(self, batch: int, away: int) -> bool:
+        targets = self._targets[slice(*self._runs[batch : batch + 2])]
+        sources = self._sources[slice(*self._batches[batch : batch + 2])]
+        return self._gather is not None and self._gather(np.add(targets, (away, 0)), sources)
+
+    def _columns(self, rows: Any) -> tuple[list[int], list[int], list[int]]:
+        return self._places[rows].tolist(), self._sources[rows, 0].tolist(), self._sources[rows, 1].tolist()
+
+
+def _copy_each(targets: list[int], sources: list[int], lengths: list[int], *, away: int) -> None:
+    if away:
+        targets = [target + away for target in targets]
+    # No line of Python for each, of which there may be thousands. A call releases the interpreter lock, unlike a copy
+    # between memoryviews.
+    deque(map(ctypes.memmove, targets, sources, lengths), 0)
+
+
+@functools.cache
+def gathering() -> Callable[[_Integers, _Integers], bool] | None:
+    """Returns a function that copies many stretches of this process' memory at once; None if the system lacks it.
+
+    The function takes rows of an address and a length, the targets and the sources, of equal total length. It returns
+    True if all bytes were copied.
+    """
+    try:
+        write = ctypes.CDLL(None).process_vm_writev
+    except (AttributeError, OSError, TypeError):
+        return None
+    pointer, count = ctypes.c_void_p, ctypes.c_ulong
+    write.argtypes, write.restype = (ctypes.c_int, pointer, count, pointer, count, count), ctypes.c_ssize_t
+
+    def gather(targets: _Integers, sources: _Integers) -> bool:
+        done = write(os.getpid(), sources.ctypes.data, len(sources), targets.ctypes.data, len(targets), 0)
+        return bool(done == sources[:, 1].sum())
+
+    # A container's rules may forbid it.
+    tried = np.arange(2, dtype=np.int64)
+    rows = np.array([[tried.ctypes.data, 8], [tried.ctypes.data + 8, 8]])
+    return gather if gather(rows[:1], rows[1:]) and tried[0] == 1 else None
 
 
 #: Copied and then hashed at once: small enough that what was just written is still in a cache near the core that hashes
