@@ -144,8 +144,8 @@ DEFECTS = [
     (
         "a replica whose bytes differ from their hash is kept",
         "engine/chunks.py",
-        "    entry.check_digest(index, digest.hexdigest()",
-        "    entry if digest else entry.check_digest(index, digest.hexdigest()",
+        "    entry.check_digest(index, digest.hexdigest(), tier=tier_of(store)",
+        "    entry if digest else entry.check_digest(index, digest.hexdigest(), tier=tier_of(store)",
     ),
     (
         "a part counts on a node that may be removing it",
