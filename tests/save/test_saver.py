@@ -73,7 +73,7 @@ def load(tier, stored):
 
 
 #: Modules of the package that the third memory-only save of a small state enters, on all threads, at most.
-MOST_MODULES = {"full": 25, "sharded": 30, "local": 29}
+MOST_MODULES = {"full": 24, "sharded": 29, "local": 28}
 
 
 @pytest.mark.parametrize("kind", MOST_MODULES)

@@ -316,7 +316,8 @@ class Session:
     def look(self) -> None:
         """Looks at claims, and at the drain: counts and logs each failure once; :meth:`surface` raises it."""
         self.claims.look()
-        self._peering.look()
+        if self.config.replication_factor > 1:
+            self._peering.look()
         if self._opened is not None:
             self._announcer.look(self._opened.drain, leads=leads_node())
 
