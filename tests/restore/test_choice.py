@@ -145,33 +145,6 @@ def test_every_save_that_all_nodes_can_get_is_offered_once_the_latest_first(fact
     assert [(c.save_id, {node: c.sources(node) for node in memory}) for c in made] == oracle(*facts)
 
 
-def test_a_pair_counts_together_and_its_second_half_never_alone():
-    pair = Selector("latest", companion="-EMA")
-
-    def save(name, number, step):
-        return replace(content(name, number), step=step)
-
-    manifests = [
-        Manifest("a.ckpt", save("a.ckpt", 2, 1)),
-        Manifest("a-EMA.ckpt", save("a-EMA.ckpt", 1, 1)),
-        Manifest("b.ckpt", save("b.ckpt", 4, 2)),
-    ]
-    assert [step for _, step, _ in chosen({"n": []}, manifests, pair)] == [1]
-    named = [
-        Manifest(f"a-last{end}.ckpt", save(f"a-last{end}.ckpt", number, 3)) for number, end in ((6, ""), (5, "-EMA"))
-    ]
-    last = Selector("last", companion="-EMA")
-    assert [name for name, _, _ in chosen({"n": []}, [*manifests, *named], last)] == ["a-last.ckpt"]
-    assert chosen({"n": []}, [*manifests, named[0]], last) == []
-    # The half that is in the memory of one node makes the pair whole for all: it gives it to the others.
-    half = Held("b-EMA.ckpt", 0, save("b-EMA.ckpt", 3, 2))
-    assert [step for _, step, _ in chosen({"n": [half]}, manifests, pair)] == [2, 1]
-    assert [step for _, step, _ in chosen({"n": [half], "m": []}, manifests, pair)] == [2, 1]
-    # One of another step is none; by name, either half may be loaded.
-    assert chosen({"n": [Held("b-EMA.ckpt", 0, save("b-EMA.ckpt", 3, 3))]}, manifests, pair)[0][0] == "a.ckpt"
-    assert chosen({"n": [half]}, manifests, Selector("name", "b-EMA.ckpt", companion="-EMA"))[0][0] == "b-EMA.ckpt"
-
-
 def part(number, rank, *, commits=None, **more):
     return Held(f"step_{number}", rank, facts(number, **more), rank == 0 if commits is None else commits)
 

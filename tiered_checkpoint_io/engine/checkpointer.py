@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 from tiered_checkpoint_io.engine.drain.status import SaveReport
@@ -297,7 +296,6 @@ class Checkpointer:
         *,
         map_location: Any = None,
         weights_only: bool | None = None,
-        companion: str = "",
     ) -> Any:
         """Loads a full checkpoint; while torch.distributed is initialised, every rank has to call this.
 
@@ -306,7 +304,6 @@ class Checkpointer:
                 path or URL, also outside dirpath.
             map_location: As ``torch.load`` takes it.
             weights_only: As ``torch.load`` takes it.
-            companion: For sentinels: see :class:`Selector`.
 
         Returns:
             The state; a falsy :class:`NoCheckpoint` if a sentinel finds no checkpoint at all.
@@ -320,14 +317,13 @@ class Checkpointer:
         def read(found: Restored) -> Any:
             return found.load(Trust.of(self.config, weights_only), map_location=map_location, rank=current_rank())
 
-        return self.load_by(path, read, companion=companion)
+        return self.load_by(path, read)
 
     def load_by(
         self,
         path: str | os.PathLike[str],
         read: Callable[[Restored], Any],
         *,
-        companion: str = "",
         rejected: Mapping[str, str] | None = None,
     ) -> Any:
         """Restores as :meth:`load` does, for callers that read the file themselves.
@@ -335,7 +331,6 @@ class Checkpointer:
         Args:
             path: As :meth:`load` takes it.
             read: Called on every rank with the restored checkpoint, whose file is intact; its answer is returned.
-            companion: As :meth:`load` takes it.
             rejected: Ids of saves that are not to be taken, and the reasons.
         """
         dirpath, selector, began = self.dirpath, Selector("latest"), self.session.clock.monotonic()
@@ -344,7 +339,7 @@ class Checkpointer:
             nonlocal dirpath, selector
             dirpath, selector = self.select(os.fspath(path))
             there = tiers_of(self.session, self.config, None if dirpath == self.dirpath else dirpath)
-            return there, replace(selector, companion=companion)
+            return there, selector
 
         group = coordination.current_group(self.session.clock)
         found = restore(ready, group, read, rejected)

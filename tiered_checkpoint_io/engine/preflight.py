@@ -116,16 +116,15 @@ def preflight(session: Session, need: Need) -> None:
         session.log.warning("preflight: %s; training continues%s: %s", each.error, reason, each.consequence)
 
 
-def newest(session: Session, companion: str = "") -> Candidate | None:
+def newest(session: Session) -> Candidate | None:
     """Returns the candidate of ``tiered:latest``, as far as this rank sees; ignores a durable tier in trouble.
 
     The session's saves come after all that is seen, independently of this machine's clock.
 
     Args:
         session: Both tiers.
-        companion: See :class:`Selector`.
     """
-    selector = Selector("latest", companion=companion)
+    selector = Selector("latest")
     tiers = replace(tiers_of(session, session.config), on_listed=lambda _: None)
     here = look(tiers, 0)
     aliases = queued_aliases([here])

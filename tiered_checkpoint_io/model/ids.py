@@ -388,8 +388,6 @@ def preflight_key(token: str) -> str:
 
 #: The small file in which Lightning's strategies save loops, callbacks and hyperparameters, next to the shards.
 REST = "meta.pt"
-#: The suffix of the file in which NeMo saves averaged weights, before each checkpoint and next to it.
-EMA = "-EMA"
 _REST = re.compile(r"meta(?:-[0-9a-f]{8})?\.pt\Z")
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
@@ -500,25 +498,6 @@ def step_in_name(name: str) -> int | None:
     matches = list(_STEP_IN_NAME.finditer(name))
     step = int(matches[-1]["step"]) if matches else None
     return step if step is not None and step < _MAX_STEP else None
-
-
-def companion_of(name: str, suffix: str) -> str:
-    """Returns the name, path or URL of a checkpoint's companion: ``x-EMA.ckpt`` for ``x.ckpt`` and ``-EMA``."""
-    stem, dot, extension = name.rpartition(".")
-    return f"{stem}{suffix}.{extension}" if dot and "/" not in extension else name + suffix
-
-
-def is_companion(name: str, suffix: str) -> bool:
-    """Returns True if :func:`companion_of` returns names like this one."""
-    return without_companion(name, suffix) != name
-
-
-def without_companion(name: str, suffix: str) -> str:
-    """Returns the name from which :func:`companion_of` made this one; any other name as it is."""
-    stem, dot, extension = name.rpartition(".")
-    if not dot or "/" in extension:
-        return name.removesuffix(suffix)
-    return f"{stem.removesuffix(suffix)}.{extension}"
 
 
 def series_of(name: str, step: int = -1) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model import ids
 
-_EXTENSION = ".ckpt"
+#: Averaged weights are next to each checkpoint.
+_EXTENSION, _AVERAGES = ".ckpt", "-EMA.ckpt"
 #: NeMo's marker of a checkpoint that was not finished.
 _UNFINISHED = "-unfinished"
 #: The last file that Megatron, or torch, writes into the folder of a distributed checkpoint.
@@ -41,7 +42,7 @@ def complete_checkpoints(keys: Iterable[tuple[str, float]]) -> list[str]:
     written: dict[str, float] = {}
     for key, modified in listed:
         paths = [folder for folder in folders if key.startswith(folder + "/")]
-        if not paths and key.endswith(_EXTENSION) and not ids.is_companion(key, ids.EMA):
+        if not paths and key.endswith(_EXTENSION) and not key.endswith(_AVERAGES):
             paths = [key]
         for path in paths:
             written[path] = max(modified, written.get(path, modified))

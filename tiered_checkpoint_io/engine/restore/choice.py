@@ -38,8 +38,6 @@ class Selector:
         mode: For ``best``: "min" or "max".
         step: For ``latest``: only checkpoints of this training step, if given.
         also: For ``last``: further names that count as "last".
-        companion: If given, ``x.ckpt`` counts only together with ``x<companion>.ckpt`` of the same step, which does not
-            count by itself.
         folder: For ``latest``: only names in this folder, as :func:`ids.folder_of` gives it; None for any. Process
             groups, or averaged weights, may be saved in folders of their own.
     """
@@ -50,7 +48,6 @@ class Selector:
     mode: Literal["min", "max"] = "min"
     step: int | None = None
     also: frozenset[str] = frozenset()
-    companion: str = ""
     folder: str | None = None
 
     @property
@@ -68,8 +65,7 @@ class Selector:
         if self.kind in ("latest", "best"):
             return True
         if self.kind == "last":
-            whole = ids.without_companion(name, self.companion)
-            return ids.is_last(whole) or whole in self.also
+            return ids.is_last(name) or name in self.also
         return name == self.name
 
     def takes(self, content: Content) -> bool:
@@ -78,9 +74,8 @@ class Selector:
 
     def in_order(self, contents: Iterable[Content]) -> list[Content]:
         """Returns the wanted candidates in the order to try: the best first, or the latest."""
-        # A companion is not resumed from by itself; its checkpoint is looked at together with it.
         there = list(contents)
-        wanted = [each for each in there if self.companion or self.takes(each)]
+        wanted = [each for each in there if self.takes(each)]
         if self.kind == "last" and not wanted:
             # Weights only, for an evaluation. Resuming from them is refused, as by their name.
             wanted = there
@@ -268,15 +263,6 @@ def choose(
         return [made[content.save_id] for content in selector.in_order(each.content for each in candidates)]
 
     usable = in_order(each for each in made.values() if each.is_complete(replicas=replicas))
-    if selector.companion and selector.kind != "name":
-        there = {(each.name, each.content.step) for each in usable}
-        usable = [
-            each
-            for each in usable
-            if selector.takes(each.content)
-            and not ids.is_companion(each.name, selector.companion)
-            and (ids.companion_of(each.name, selector.companion), each.content.step) in there
-        ]
     passed = _PASSED_OVER.get(accepts or "", ())
     kept = [each for each in usable if each.content.kind not in passed]
     # If it is asked for by name, it is refused for its payload, and not reported as missing.
