@@ -287,11 +287,12 @@ class NodeFetcher:
         def slot(size: int) -> Slot:
             # Memory keeps parts by their save ids. A part of another format version, for one, is not ours to remove.
             if not part.save_id or memory.is_taken(part.save_id, part.rank):
-                raise MemoryTierError("memory can't keep it, or holds something of this save that can't be used")
+                raise MemoryTierError("memory holds something of this save that can't be used", key=part.save_id)
             return acquire(memory, size, Rules.of_load(part))
 
         def aside(size: int, error: MemoryTierError) -> Path:
-            self.tiers.log.warning("fetching into a temporary file: %s", error)
+            if part.save_id:
+                self.tiers.log.warning("fetching into a temporary file: %s", error)
             return aside_root(memory, size) / SLOTS
 
         return SlotDestination(memory, part, drained=drained, acquire=slot, aside=aside)
