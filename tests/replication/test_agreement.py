@@ -43,7 +43,7 @@ class Cluster:
         self.now = 0.0
 
     def save(self, number, *, lacks=()):
-        """Has each rank's node get its part, rank after rank, of the nodes in order."""
+        """Gives each rank's node its part, rank after rank, of the nodes in order."""
         for rank in range(self.parts):
             if rank not in lacks:
                 self.held[rank % len(self.held)][f"save{number}", rank] = "own"

@@ -119,7 +119,7 @@ def test_an_upload_that_others_aborted_after_its_last_part_is_made_again(open_st
 
     open_store().upload("x", memoryview(data), journal=MemoryJournal(), progress=abort_at_the_last_part)
     assert open_store().get("x") == data
-    assert sum(seen) == len(data), "no byte is told twice"
+    assert sum(seen) == len(data), "no byte is counted twice"
     assert uploads() == []
     # Asked after at once: it does not wait until the server gives up on it.
     assert (proxy.counts["create"], proxy.counts["complete"]) == (2, 4)

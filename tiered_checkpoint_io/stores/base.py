@@ -387,7 +387,7 @@ def copy_to(
     journal: UploadJournal | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Has the store copy bytes over any object at ``key``; atomic, and with a journal as :meth:`Store.upload`.
+    """Copies bytes within the store, over any object at ``key``; atomic, and with a journal as :meth:`Store.upload`.
 
     Raises:
         CopyRefusedError: The store can't copy, or refuses to. The old object is as it was.

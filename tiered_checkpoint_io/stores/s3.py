@@ -243,7 +243,7 @@ class S3Store:
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Has the server copy an object of ``size`` bytes; see :func:`copy_to`.
+        """Copies an object of ``size`` bytes on the server; see :func:`copy_to`.
 
         A server answers once it has copied, so that large objects are copied in parts: in parallel, and with no answer
         that takes longer than a request may.

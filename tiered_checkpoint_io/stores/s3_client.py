@@ -345,7 +345,7 @@ class S3Client:
         self.boto.close()
 
     def _refresh(self, client: Any) -> None:
-        """Has a client get new credentials if its present ones are about to expire.
+        """Gets new credentials for a client if its present ones are about to expire.
 
         Raises:
             StoreError: No credentials, for a reason for which botocore has no error of its own.
@@ -445,7 +445,7 @@ def _refuse_secrets(endpoint: str) -> None:
 
 
 def _be_patient(client: Any, read_s: float) -> None:
-    """Has a client's connections wait as long for a server that stops reading as for one that stops sending.
+    """Bounds a client's waits for a server that stops reading as those for one that stops sending.
 
     urllib3 sends with the timeout for connecting, on a new socket and on one that is used again, and boto3 has no
     setting for it. With a release of boto3 that lacks these attributes it stays so.

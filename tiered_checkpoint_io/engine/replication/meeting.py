@@ -235,7 +235,7 @@ class Peering:
     def meet(
         self, open_tier: Callable[[], MemoryTier], logger: Logger, process_group: Any, series: str | None = None
     ) -> None:
-        """Has the ranks agree on their peers, once; all call this, on the threads that train.
+        """Agrees with the other ranks on the peers, once; all call this, on the threads that train.
 
         Does nothing if ``replication_factor`` is 1, or these ranks have met before.
 

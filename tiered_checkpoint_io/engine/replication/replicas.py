@@ -39,7 +39,7 @@ _REPORT_S = 0.004
 
 
 def join(root: Path, group: Group) -> None:
-    """Has this node's drain replicate with a group, instead of an earlier one of the same nodes and saves.
+    """Adds this node's drain to a group, instead of an earlier one of the same nodes and saves.
 
     Raises:
         MemoryFullError: There is no space for the note.
@@ -195,7 +195,7 @@ class Replicas:
                 if self._seen() != before:
                     self._moved_at = self._clock.monotonic()
             except OSError as error:
-                self._log.debug("replication goes on later: %s", error)
+                self._log.debug("a round of replication failed, the next one follows: %s", error)
             self._rest()
 
     def _seen(self) -> list[object]:
