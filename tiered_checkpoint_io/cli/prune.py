@@ -13,7 +13,7 @@ from tiered_checkpoint_io.cli.answers import ask, claimed
 from tiered_checkpoint_io.cli.options import Address, Dirpath, Output, wrong_use
 from tiered_checkpoint_io.cli.output import INTERRUPTED, Columns, as_json, say, show, write_json
 from tiered_checkpoint_io.engine.drain.process import ended_by_signal
-from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text, remove_all
+from tiered_checkpoint_io.engine.durable.retention import refused_text, remove_all
 from tiered_checkpoint_io.engine.durable.sweep import RemovalAttempt, Survey, sweep
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.logs import size_text
@@ -32,28 +32,21 @@ class _Plan(NamedTuple):
 
     @property
     def going(self) -> list[Checkpoint]:
-        return in_order(each for each in self.found if not self.reasons[each.name])
-
-
-class _Done(NamedTuple):
-    """Results for the checkpoints that were to go, and the ids of the unnamed saves that are gone."""
-
-    attempts: Sequence[RemovalAttempt] = ()
-    swept: Sequence[str] = ()
-
-    @property
-    def gone(self) -> list[Checkpoint]:
-        return in_order(each.checkpoint for each in self.attempts if each.is_gone)
-
-    @property
-    def refused(self) -> list[RemovalAttempt]:
-        return [each for each in self.attempts if each.refusal is not None]
+        return [each for each in self.found if not self.reasons[each.name]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep:
-    """The policies."""
+class Prune(Output, Address):
+    """Deletes checkpoints from the durable tier that no policy keeps.
 
+    Without --yes it only shows what would go, and why each of the others stays.
+
+    Always kept: the newest that training can resume from, aliases and what they stand for, and copies such as
+    last.ckpt. Refused with --yes while a run writes to the dirpath.
+    """
+
+    dirpath: Dirpath
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False
     keep_latest: Annotated[int | None, typer.Option(metavar="N", help="Keep the N latest steps.")] = None
     keep_every_steps: Annotated[int | None, typer.Option(metavar="N", help="Keep one in N steps.")] = None
     keep_best: Annotated[int | None, typer.Option(metavar="N", help="Keep the N best by --metric.")] = None
@@ -64,7 +57,29 @@ class Keep:
         None
     )
 
-    def policies(self) -> tuple[Policy, ...]:
+    def run(self) -> None:
+        """Shows the checkpoints that would go, or deletes them; the status is 1 if the server refuses a delete."""
+        policies, config = self._policies(), self.config(self.dirpath)
+        plan = ask(config, lambda store: _plan(store, policies))
+        attempts, swept = list[RemovalAttempt](), list[str]()
+        if self.yes:
+            ending = ended_by_signal(logging.getLogger("tiered_checkpoint_io"), late=INTERRUPTED)
+            with ending as stop, claimed(config, stop, makes_room=True) as is_ours:
+                if is_ours:
+                    # The tier may have changed since the first look.
+                    plan = ask(config, lambda store: _plan(store, policies))
+                    # Printed after the last delete: a closed pipe must not stop it half-way.
+                    attempts, swept = ask(
+                        config, lambda store: (remove_all(store, plan.going, stop), _swept(store, config))
+                    )
+            if stop.is_set():
+                gone = sum(each.is_gone for each in attempts)
+                say(f"interrupted: removed {gone} of {len(plan.going)}; the others are unchanged", err=True)
+                raise typer.Exit(INTERRUPTED)
+        self._show(config.dirpath, plan, attempts, swept)
+        raise typer.Exit(any(each.refusal is not None for each in attempts))
+
+    def _policies(self) -> tuple[Policy, ...]:
         """Returns the policies of the options; never none."""
         if self.keep_best is not None and self.metric is None:
             raise typer.BadParameter("--keep-best needs --metric, such as --metric val_loss")
@@ -81,42 +96,59 @@ class Keep:
             raise typer.BadParameter("no policy is given; say what to keep, such as --keep-latest 3")
         return policies
 
-
-@dataclass(frozen=True, kw_only=True)
-class Prune(Output, Address, Keep):
-    """Deletes checkpoints from the durable tier that no policy keeps.
-
-    Without --yes it only shows what would go, and why each of the others stays.
-
-    Always kept: the newest that training can resume from, aliases and what they stand for, and copies such as
-    last.ckpt. Refused with --yes while a run writes to the dirpath.
-    """
-
-    dirpath: Dirpath
-    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False
-
-    def run(self) -> None:
-        """Shows the checkpoints that would go, or deletes them; the status is 1 if the server refuses a delete."""
-        policies, json = self.policies(), self.as_json
-        config = self.config(self.dirpath)
-        plan = ask(config, lambda store: _plan(store, policies))
-        if not self.yes:
-            _show(config, plan, _Done(), json=json, dry_run=True)
+    def _show(self, dirpath: str, plan: _Plan, attempts: Sequence[RemovalAttempt], swept: Sequence[str]) -> None:
+        newest_first = sorted(plan.found, key=lambda each: each.save_id, reverse=True)
+        gone = [each.checkpoint for each in attempts if each.is_gone] if self.yes else plan.going
+        gone.sort(key=lambda each: each.save_id)
+        size, refused = sum(each.size for each in gone), [each for each in attempts if each.refusal is not None]
+        if self.as_json:
+            document = {
+                "dirpath": dirpath,
+                "dry_run": not self.yes,
+                "checkpoints": [{**as_json(each), "reasons": plan.reasons[each.name]} for each in newest_first],
+                "unreadable": sorted(plan.unread),
+                "removed": [each.name for each in gone] if self.yes else [],
+                "removed_size_bytes": size if self.yes else 0,
+                "refused": [
+                    {"name": each.checkpoint.name, "removed": each.is_gone, "error": str(each.refusal)}
+                    for each in refused
+                ],
+                "swept": swept,
+            }
+            write_json("prune", document)
             return
-        done = _Done()
-        ending = ended_by_signal(logging.getLogger("tiered_checkpoint_io"), late=INTERRUPTED)
-        with ending as stop, claimed(config, stop, makes_room=True) as is_ours:
-            if is_ours:
-                # The tier may have changed since the first look.
-                plan = ask(config, lambda asked: _plan(asked, policies))
-                # Printed after the last delete: a closed pipe must not stop it half-way.
-                done = ask(config, lambda asked: _Done(remove_all(asked, plan.going, stop), _swept(asked, config)))
-        if stop.is_set():
-            say(f"interrupted: removed {len(done.gone)} of {len(plan.going)}; the others are unchanged", err=True)
-            raise typer.Exit(INTERRUPTED)
-        _show(config, plan, done, json=json, dry_run=False)
-        if done.refused:
-            raise typer.Exit(1)
+        stays, names = [each for each in refused if not each.is_gone], {each.name for each in gone}
+        units = {each.checkpoint.unit for each in stays}
+
+        def kept_by(each: Checkpoint) -> str:
+            if each.name in plan.unread:
+                return "it can't be read"
+            if each.name in names or plan.reasons[each.name]:
+                return ", ".join(plan.reasons[each.name])
+            by_server = "the server, which refuses to delete it"
+            return by_server if each.unit in units else "in use, or saved again, meanwhile"
+
+        word = "removed" if self.yes else "goes"
+        columns: Columns = {
+            "name": "name",
+            "decision": lambda each: word if each.name in names else "stays",
+            "step": lambda each: "?" if each.name in plan.unread else ids.known(each.step),
+            "size": lambda each: "?" if each.name in plan.unread else "" if each.alias_of else size_text(each.size),
+            "kept by": kept_by,
+        }
+        unread = [Checkpoint(name, "") for name in sorted(plan.unread)]
+        show([*unread, *newest_first], columns, title=dirpath)
+        if self.yes:
+            say(f"removed {len(gone)}, {size_text(size)}")
+        else:
+            say(f"{len(gone)} would go, {size_text(size)}" + ("; delete with --yes" if gone else ""))
+        if swept:
+            say(f"incomplete saves removed: {len(swept)}")
+        if stays:
+            say(f"error: {refused_text(stays)}", err=True)
+        if left := [each.refusal for each in refused if each.is_gone]:
+            what = f"files of {len(left)} removed checkpoint{'s' if len(left) > 1 else ''} are left"
+            say(f"error: {what}; a later sweep tries again: {left[0]}", err=True)
 
 
 def _plan(store: Store, policies: Sequence[Policy]) -> _Plan:
@@ -150,66 +182,3 @@ def _refuse_unknown_metrics(found: Sequence[Checkpoint], policies: Sequence[Poli
                 operation="prune",
                 hint=f"the metrics there are: {', '.join(there) or 'none'}",
             )
-
-
-# ------------------------------------------------------------------------------------------ output
-def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: bool, dry_run: bool) -> None:
-    going, gone = plan.going, done.gone
-    if json:
-        document = {
-            "dirpath": config.dirpath,
-            "dry_run": dry_run,
-            "checkpoints": [
-                {**as_json(each), "reasons": plan.reasons[each.name]} for each in reversed(in_order(plan.found))
-            ],
-            "unreadable": sorted(plan.unread),
-            "removed": [each.name for each in gone],
-            "removed_size_bytes": sum(each.size for each in gone),
-            "refused": [
-                {"name": each.checkpoint.name, "removed": each.is_gone, "error": str(each.refusal)}
-                for each in done.refused
-            ],
-            "swept": done.swept,
-        }
-        write_json("prune", document)
-        return
-    word = "goes" if dry_run else "removed"
-    told = {each.name for each in (going if dry_run else gone)}
-    refused = {each.checkpoint.unit for each in done.refused if not each.is_gone}
-    columns: Columns = {
-        "name": "name",
-        "decision": lambda each: word if each.name in told else "stays",
-        "step": lambda each: "?" if each.name in plan.unread else ids.known(each.step),
-        "size": lambda each: "?" if each.name in plan.unread else "" if each.alias_of else size_text(each.size),
-        "kept by": lambda each: (
-            "it can't be read"
-            if each.name in plan.unread
-            else ", ".join(plan.reasons[each.name]) or _late(each, told, refused)
-        ),
-    }
-    unread = [Checkpoint(name, "") for name in sorted(plan.unread)]
-    show([*unread, *reversed(in_order(plan.found))], columns, title=config.dirpath)
-    size = size_text(sum(each.size for each in (going if dry_run else gone)))
-    if dry_run:
-        say(f"{len(going)} would go, {size}" + ("; delete with --yes" if going else ""))
-    else:
-        say(f"removed {len(gone)}, {size}")
-    if done.swept:
-        say(f"incomplete saves removed: {len(done.swept)}")
-    for line in _refused_lines(done):
-        say(line, err=True)
-
-
-def _late(each: Checkpoint, told: set[str], refused: set[int | str]) -> str:
-    if each.name in told:
-        return ""
-    return "the server, which refuses to delete it" if each.unit in refused else "in use, or saved again, meanwhile"
-
-
-def _refused_lines(done: _Done) -> list[str]:
-    stays = [each for each in done.refused if not each.is_gone]
-    lines = [f"error: {refused_text(stays)}"] if stays else []
-    if left := [each.refusal for each in done.refused if each.is_gone]:
-        what = f"files of {len(left)} removed checkpoint{'s' if len(left) > 1 else ''} are left"
-        lines.append(f"error: {what}; a later sweep tries again: {left[0]}")
-    return lines
