@@ -37,7 +37,7 @@ class Totals:
         has_start: True if starts and ends of trainings are noted; a loop of one's own notes saves only.
         active_at: The last sign of training: its start or end, a step, or a save.
         trained_to: Up to when training is counted in ``durable_age_s``; 0 while nothing trains.
-        failed: Failed attempts of saves and uploads, of each rank; ``failed_other``: of all else.
+        failed: Failed attempts of saves and uploads, of each rank.
         skipped: Saves that were left out, or stay in memory, of each rank.
         durable_at: When the last checkpoint that became durable was captured; not later than the last event.
         durable_age_s: Seconds of training since then; since the first event if there is none.
@@ -56,14 +56,11 @@ class Totals:
     memory_saves: int = 0
     durable_saves: int = 0
     stall_s: float = 0.0
-    last_stall_s: float = 0.0
     capture_s: float = 0.0
     failed: int = 0
-    failed_other: int = 0
     skipped: int = 0
     uploads: int = 0
     uploaded_bytes: int = 0
-    upload_s: float = 0.0
     durable_step: int = -1
     durable_at: float = 0.0
     durable_age_s: float = 0.0
@@ -102,12 +99,11 @@ class Totals:
             self.memory_saves += not event["durable"]
             self.durable_saves += bool(event["durable"])
             self.stall_s += event["stall_s"]
-            self.last_stall_s = event["stall_s"]
             self.capture_s += event["capture_s"]
             if event["durable"] and not event["queued"]:
                 self._is_durable(int(event["step"]), t, t)
         elif kind == "failed":
-            self._add_failure(event["action"])
+            self.failed += event["action"] in _SAVES
         elif kind == "skipped":
             self.skipped += 1
         elif kind == "upload":
@@ -124,18 +120,14 @@ class Totals:
                 self._is_durable(int(event["step"]), float(event["created"]), t)
 
     def _add_upload(self, event: Event, t: float) -> None:
-        if event["state"] == "failed":
-            self._add_failure(event["action"])
-        elif event["state"] == "committed" and event["action"] in _SAVES:
+        if event["action"] not in _SAVES:
+            return
+        self.failed += event["state"] == "failed"
+        if event["state"] == "committed":
             self.uploads += 1
             self.uploaded_bytes += event["size_bytes"]
-            self.upload_s += event["seconds"]
             if event["action"] == "save":
                 self._is_durable(int(event["step"]), float(event["created"]), t)
-
-    def _add_failure(self, action: str) -> None:
-        self.failed += action in _SAVES
-        self.failed_other += action not in _SAVES
 
     def _is_durable(self, step: int, created: float, t: float) -> None:
         if created >= self.durable_at:
