@@ -116,44 +116,31 @@ class Get(Output, Address, Node):
 
 @dataclass(frozen=True, slots=True)
 class Got:
-    """A checkpoint that was fetched.
-
-    Attributes:
-        name: Its name.
-        dirpath: The durable tier.
-        step: The training step; None if it is not known.
-        namespace: The namespace of node memory that has it; None for files.
-        folder: The folder of its files as saved; None for others.
-        fetched_size_bytes: Bytes that were read; 0 if node memory had all of it.
-        files: The torch file, or safetensors.
-    """
+    """A checkpoint that was fetched."""
 
     name: str
     dirpath: str
     step: int | None
+    #: The namespace of node memory that has it; None for files.
     namespace: str | None
+    #: The folder of its files as saved.
     folder: Path | None
+    #: Bytes that were read; 0 if node memory had all of it.
     fetched_size_bytes: int
+    #: The torch file, or safetensors.
     files: Sequence[File]
 
 
 # ------------------------------------------------------------------------------------------- fetch
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """Fetches a checkpoint to node memory or files; every byte is verified.
-
-    Attributes:
-        config: The durable tier, and node memory.
-        wanted: The checkpoint's name, or ``tiered:latest``.
-        options: Node memory or files, and their form.
-        stop: Ends it.
-        folder: The folder for all files that are made; None for node memory.
-    """
+    """Fetches a checkpoint to node memory or files; every byte is verified."""
 
     config: TieredCheckpointConfig
     wanted: str
     options: Get
     stop: threading.Event
+    #: For all files that are made.
     folder: Path | None
 
     def run(self, store: Store) -> Got:
@@ -167,7 +154,7 @@ class _Fetch:
             StoreError: A run removed or overwrote it, each time that it was read.
         """
         for left in reversed(range(_TRIES)):
-            manifest = _find(store, self.wanted)
+            manifest = find(store, self.wanted)
             try:
                 return self._fetched(store, manifest)
             except (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError) as error:
@@ -203,7 +190,9 @@ class _Fetch:
         if to is None:
             # A restart looks only in the namespace of its job.
             namespace = options.namespace or content.namespace or config.namespace
-            tier = _open(config, namespace)
+            budget = node_budget(config.memory_allocation_percentage, config.memory_dir)
+            tier = MemoryTier.open(config.memory_dir, namespace, budget_bytes=budget)
+            tier.place = place_of(config)
             fetched = [part for part in parts if not _has(tier, part)]
         entries = [entry for part in fetched for entry in part.content.files]
         size = sum(entry.size for entry in entries)
@@ -239,38 +228,14 @@ class _Fetch:
             give_names(dict(zip(targets, files, strict=True)), replace=options.yes)
 
 
-def _find(store: Store, wanted: str) -> Manifest:
-    found = find(store, wanted, operation="get")
-    if found is None:
-        text = f"no such checkpoint: {wanted}"
-        hint = "list what is there: tiered-ckpt ls; a checkpoint of another library is loaded by its path"
-        raise CheckpointNotFoundError(text, operation="get", tier="durable", key=store.url, hint=hint)
-    return found
-
-
 def _parts(config: TieredCheckpointConfig, store: Store, name: str, content: Content) -> list[Part]:
     """Returns the parts of a checkpoint, as memory holds them."""
     place, files = place_of(config), files_of(store, content)
     first = max(content.coordinator, 0) if content.parts == 1 else 0
     return [
-        Part(
-            name,
-            rank,
-            replace(content, files=files.of_rank(rank), index=None),
-            config.dirpath,
-            durable=True,
-            server=place.server,
-            series=content.series_at(name),
-        )
+        Part.found(name, rank, replace(content, files=files.of_rank(rank), index=None), place)
         for rank in range(first, first + content.parts)
     ]
-
-
-def _open(config: TieredCheckpointConfig, namespace: str) -> MemoryTier:
-    budget = node_budget(config.memory_allocation_percentage, config.memory_dir)
-    tier = MemoryTier.open(config.memory_dir, namespace, budget_bytes=budget)
-    tier.place = place_of(config)
-    return tier
 
 
 def _has(tier: MemoryTier, part: Part) -> bool:

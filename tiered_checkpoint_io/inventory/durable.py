@@ -127,31 +127,30 @@ def resumable(found: Sequence[DurableCheckpoint], held: Iterable[StoredPart] = (
     return choose(catalog, Selector("latest"), None, replicas=True)
 
 
-def find(store: Store, name: str, *, operation: str) -> Manifest | None:
-    """Returns the checkpoint of a name, an alias, or ``tiered:latest``; None if there is none.
+def find(store: Store, name: str) -> Manifest:
+    """Returns the checkpoint of a name, an alias, or ``tiered:latest``; of the latter, logs skipped checkpoints.
 
     Raises:
-        CheckpointNotFoundError: For ``tiered:latest``, there is none to resume from.
+        CheckpointNotFoundError: There is no such checkpoint.
         CorruptCheckpointError: Its manifest can't be understood; or a newer release may have written the latest.
         StoreError: The tier could not be read.
     """
-    manifest = latest_manifest(store, operation) if name == ids.LATEST else read_manifest(store, name)
-    target = read_manifest(store, manifest.alias_of) if manifest is not None and manifest.alias_of else manifest
-    return target if target is not None and target.alias_of is None else None
-
-
-def latest_manifest(store: Store, operation: str) -> Manifest:
-    """Returns the manifest that a restart would take; raises as :func:`find`, and logs skipped checkpoints."""
-    listed = read_all(store)
-    meant = next(iter(resumable(listed)), None)
-    for each in listed:
-        if each.error is not None:
-            _log.warning("skipping this checkpoint: %s", each.error)
-    found = next((each.manifest for each in listed if meant is not None and each.name == meant.name), None)
-    if found is None:
-        text, hint = "there is no checkpoint to resume from", "name another one: see `tiered-ckpt ls`"
-        raise CheckpointNotFoundError(text, operation=operation, tier="durable", key=store.url, hint=hint)
-    return found
+    text, hint = "there is no checkpoint to resume from", "name another one: see `tiered-ckpt ls`"
+    if name == ids.LATEST:
+        listed = read_all(store)
+        meant = next(iter(resumable(listed)), None)
+        for each in listed:
+            if each.error is not None:
+                _log.warning("skipping this checkpoint: %s", each.error)
+        found = next((each.manifest for each in listed if meant is not None and each.name == meant.name), None)
+    else:
+        text = f"no such checkpoint: {name}"
+        hint = "list what is there: tiered-ckpt ls; a checkpoint of another library is loaded by its path"
+        found = read_manifest(store, name)
+    target = read_manifest(store, found.alias_of) if found is not None and found.alias_of else found
+    if target is None or target.alias_of is not None:
+        raise CheckpointNotFoundError(text, operation="get", tier="durable", key=store.url, hint=hint)
+    return target
 
 
 def _exists(store: Store) -> bool:

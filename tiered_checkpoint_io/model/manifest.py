@@ -11,7 +11,7 @@ So a reader of one part reads the manifest, the index and one description.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ from tiered_checkpoint_io.model.documents import (
     MAX_OBJECT,
     MAX_SIZE,
     AtPlace,
+    Place,
     SeriesKey,
     Server,
     chunk_ranges,
@@ -263,10 +264,6 @@ class Content:
     #: In a manifest: the object that lists the files instead of it; see ``engine/durable/files.py``.
     index: IndexRef | None = None
 
-    def series_at(self, name: str) -> str:
-        """Returns the series of a checkpoint of this name that was found on the durable tier."""
-        return "" if self.kind == "full" else ids.series_of(name, self.step)
-
     def switch_path(self, name: str) -> str | None:
         """Returns the key of the switch of a checkpoint of this name; None if it has none."""
         return name if self.kind == "full" else f"{name}/{self.switch}" if self.switch is not None else None
@@ -278,7 +275,11 @@ class Content:
 
     @property
     def order(self) -> tuple[str, bool]:
-        """Sorts contents in the order of their saves: a copy comes right before the save that made its bytes."""
+        """Sorts contents in the order of their saves: a copy comes right before the save that made its bytes.
+
+        Restarts prefer the latest save, not the greatest step: who went back to step 100 and trained on to step 110
+        does not want step 500 of the abandoned branch.
+        """
         return (self.origin, not self.copy_of)
 
     @property
@@ -429,6 +430,12 @@ class Part(AtPlace):
         if content.coordinator < 0 and any(entry.basename == content.switch for entry in content.files):
             object.__setattr__(self, "content", replace(content, coordinator=self.rank))
 
+    @classmethod
+    def found(cls, name: str, rank: int, content: Content, place: Place) -> Part:
+        """Returns a part of a checkpoint that was found on the durable tier."""
+        series = "" if content.kind == "full" else ids.series_of(name, content.step)
+        return cls(name, rank, content, place.dirpath, durable=True, server=place.server, series=series)
+
     @property
     def save_id(self) -> str:
         return self.content.save_id
@@ -455,7 +462,7 @@ class Part(AtPlace):
                 **self.content.to_json(),
                 "dirpath": self.dirpath,
                 "durable": self.durable,
-                **({"server": self.server.to_json()} if self.server is not None else {}),
+                **({"server": self.server} if self.server is not None else {}),
                 "series": self.series,
             }
         )
@@ -478,12 +485,3 @@ class Part(AtPlace):
             raise CorruptCheckpointError("a part lists its files itself", operation="parse", key=where)
         object.__setattr__(part, "_raw", bytes(data))
         return part
-
-
-def newest_first(contents: Iterable[Content]) -> list[Content]:
-    """Contents in the order in which a restart prefers them: the latest save first.
-
-    The order is that of the saves, not of the steps: who went back to step 100 and trained on
-    wants step 110, not the step 500 of the abandoned branch.
-    """
-    return sorted(contents, key=lambda content: content.order, reverse=True)

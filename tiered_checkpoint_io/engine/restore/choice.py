@@ -14,7 +14,7 @@ from typing import Literal
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.logs import names_text
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, Kind, Manifest, newest_first
+from tiered_checkpoint_io.model.manifest import Content, Kind, Manifest
 
 #: Source of a checkpoint for a node: its own memory (its own parts, and copies that it keeps for others), the
 #: memory of another node, or the durable tier.
@@ -79,7 +79,8 @@ class Selector:
         if self.kind == "last" and not wanted:
             # Weights only, for an evaluation. Resuming from them is refused, as by their name.
             wanted = there
-        latest = newest_first(each for each in wanted if self.step in (None, each.step))
+        wanted = [each for each in wanted if self.step in (None, each.step)]
+        latest = sorted(wanted, key=lambda each: each.order, reverse=True)
         if self.kind != "best":
             return latest
         # Here, too, a save comes before its copies.

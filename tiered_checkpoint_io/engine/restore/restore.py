@@ -253,15 +253,7 @@ class NodeFetcher:
             raise CorruptCheckpointError(text, operation="restore", key=candidate.save_id)
         (entry,) = files
         content = replace(candidate.durable, files=files, index=None)
-        part = Part(
-            candidate.name,
-            self._rank or 0,
-            content,
-            self.tiers.dirpath,
-            durable=True,
-            server=self.tiers.place.server,
-            series=content.series_at(candidate.name),
-        )
+        part = Part.found(candidate.name, self._rank or 0, content, self.tiers.place)
         if candidate.is_foreign and ids.url_scheme(self.tiers.dirpath) is None:
             # A local file needs no copy: no mapping of it stays.
             return FetchedPart(part, Path(self.tiers.dirpath, entry.path), "durable")
