@@ -71,7 +71,6 @@ def test_urls_and_keys_of_any_kind_are_taken_apart_or_refused(text, other, step)
         lambda: ids.locate("s3://bucket/run", other, step),
         lambda: ids.validate_namespace(text),
         lambda: ids.validate_save_id(text),
-        lambda: ids.validate_op_id(text),
     ):
         try:
             call()

@@ -53,7 +53,7 @@ def test_a_session_that_is_refused_is_named(store, proxy):
 def test_a_list_by_the_beginning_of_a_name_finds_these_alone(store):
     """Descriptions of parts, and the index of a save, are looked for so."""
     described = [ids.description_key(SAVE, rank) for rank in (0, 7, 1000)]
-    for key in (*described, ids.index_key(SAVE), ids.preflight_key("x"), "a.ckpt"):
+    for key in (*described, ids.index_key(SAVE), ids.PREFLIGHT_PREFIX + "x", "a.ckpt"):
         store.put(key, b"{}")
     first, second = ids.description_prefixes(SAVE, [0, 1000])
     assert {entry.key for entry in store.list(first)} == set(described[:2])

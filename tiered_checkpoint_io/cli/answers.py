@@ -20,6 +20,8 @@ from tiered_checkpoint_io.stores import Store, open_store
 from tiered_checkpoint_io.stores.retry import answer_within, asking, moving
 
 _T = TypeVar("_T")
+#: Drops its records: a command raises a lease's trouble instead.
+_QUIET = logging.Logger("tiered_checkpoint_io.claiming", logging.CRITICAL + 1)
 #: Beyond the time after which a lease counts as dead: for the looks at it.
 _PATIENCE_S = 30.0
 _LOOK_S = 0.2
@@ -45,14 +47,10 @@ def ask(
     *,
     stop: threading.Event | None = None,
 ) -> _T:
-    """Opens the durable tier of a configuration, or another one with its options, and runs ``work`` on the store.
+    """Opens the durable tier of a configuration, or ``dirpath`` with its options, and runs ``work`` on the store.
 
-    Args:
-        config: Configuration that reaches the durable tier.
-        work: Requests to the store.
-        dirpath: Another than the configured one.
-        stop: Set if this returns before ``work`` has ended, which then has a moment to clear up; SIGTERM ends it as
-            Ctrl-C does.
+    ``stop`` is set if this returns before ``work`` has ended, which then has a moment to clear up; SIGTERM ends it as
+    Ctrl-C does.
 
     Raises:
         StoreError: The server was silent for ``durable_timeout_s``; shown every five seconds.
@@ -121,11 +119,7 @@ def claimed(
 ) -> Iterator[bool]:
     """Holds the lease in the block; yields True if held, False if ``stop`` was set before.
 
-    Args:
-        config: Configuration that reaches the durable tier.
-        stop: Ends the wait.
-        dirpath: Another than the configured one.
-        makes_room: True if the block only deletes: without room for a lease, only other leases are checked.
+    ``makes_room`` is true if the block only deletes: without room for a lease, only other leases are checked.
 
     Raises:
         ConfigError: A live run holds the lease, or may hold it and there is no room to ask.
@@ -133,7 +127,7 @@ def claimed(
     """
     store = open_store(config, dirpath)
     namespace = config.namespace if dirpath is None else ids.namespace_of(dirpath)
-    keeper = LeaseKeeper(lambda: store, namespace, _quiet(), owner=SYSTEM.token(8), clock=SYSTEM)
+    keeper = LeaseKeeper(lambda: store, namespace, _QUIET, owner=SYSTEM.token(8), clock=SYSTEM)
     try:
         keeper.start()
         yield _waits(config, keeper, stop, store.url, makes_room=makes_room)
@@ -150,7 +144,14 @@ def _waits(
         keeper.check(_LOOK_S)
         failure, waited = keeper.failure, SYSTEM.monotonic() - began
         if makes_room and isinstance(failure, StoreError) and failure.reason == "full":
-            _refuse_others(keeper, store_url)
+            if other := keeper.other_that_may_live():
+                raise ConfigError(
+                    f"{other} may use this dirpath, and there is no room to ask it",
+                    operation="claim",
+                    tier="durable",
+                    key=f"{store_url}/{ids.LEASE_KEY}",
+                    hint="end that run, which frees its lease; if it has died, remove the lease, and try again",
+                )
             # Once there is room, it would ask a run that is no more able to write its own than we were.
             keeper.close(float(config.support.durable_timeout_s))
             break
@@ -170,23 +171,3 @@ def _waits(
             )
         SYSTEM.wait(stop, 0.0 if keeper.is_held else _LOOK_S)
     return not stop.is_set()
-
-
-def _refuse_others(keeper: LeaseKeeper, store_url: str) -> None:
-    other = keeper.other_that_may_live()
-    if other:
-        raise ConfigError(
-            f"{other} may use this dirpath, and there is no room to ask it",
-            operation="claim",
-            tier="durable",
-            key=f"{store_url}/{ids.LEASE_KEY}",
-            hint="end that run, which frees its lease; if it has died, remove the lease, and try again",
-        )
-
-
-def _quiet() -> logging.Logger:
-    """Returns a logger that drops its records: this command raises a lease's trouble instead."""
-    log = logging.getLogger("tiered_checkpoint_io.claiming")
-    log.propagate = False
-    log.addHandler(logging.NullHandler())
-    return log

@@ -23,14 +23,7 @@ _NOWHERE = "/"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One try.
-
-    Attributes:
-        what: The thing tried: ``memory tier``, ``spill``, ``room``, ``durable tier``, or a request.
-        status: ``warn`` if training begins all the same; ``fail`` if not.
-        measured: The result.
-        do: A remedy; None or empty without a problem.
-    """
+    """One try, its result, and what to do; ``warn`` if training begins all the same, ``fail`` if not."""
 
     what: str
     status: Literal["ok", "warn", "fail"]

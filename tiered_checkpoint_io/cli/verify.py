@@ -35,23 +35,13 @@ CopyState = Literal["intact", "damaged", "newer", "changed", "gone"]
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A copy of a checkpoint, or a part of one, after its bytes were read.
+    """A copy of a checkpoint, or a part of one, after its bytes were read."""
 
-    Attributes:
-        name: The checkpoint's; for an unreadable one, the folder or key.
-        tier: The tier that has it.
-        state: See :data:`CopyState`.
-        rank: The rank of the part, or of the damaged file; None for all of them.
-        copy: The kind of a copy in memory.
-        file: The damaged file.
-        error: The damage.
-        step: The training step; None if it is not known.
-        size_bytes: Its bytes.
-    """
-
+    #: For an unreadable one, the folder or key.
     name: str
     tier: Literal["memory", "durable"]
     state: CopyState
+    #: The rank of the part, or of the damaged file; None for all of them.
     rank: int | None = None
     copy: Literal["own", "replica", "spill"] | None = None
     file: str | None = None

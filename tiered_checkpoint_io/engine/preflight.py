@@ -217,7 +217,7 @@ def _refusal(error: TieredCheckpointError) -> TieredCheckpointError:
 # ---------------------------------------------------------------------------------------- tries
 def try_durable(config: TieredCheckpointConfig, clock: Clock, *, multipart: bool) -> list[TieredCheckpointError]:
     """Returns the reason why requests to the durable tier failed; empty if none did."""
-    key = ids.preflight_key(clock.token(8))
+    key = ids.PREFLIGHT_PREFIX + clock.token(8)
     try:
         return _asked(config, clock, lambda store: try_requests(store, key, multipart=multipart))
     except TieredCheckpointError as error:

@@ -126,13 +126,7 @@ class NewCheckpoints:
     """Finds each durable save once: a further name, an alias or a copy, is not new."""
 
     def __init__(self, tiers: Tiers, after: str | None, warn: Callable[[str], object]) -> None:
-        """Begins after the save ``after``, "" for all; None for checkpoints that the first look does not find.
-
-        Args:
-            tiers: The durable tier.
-            after: See above.
-            warn: Shows a line to the user.
-        """
+        """Begins after the save ``after``, "" for all; None for checkpoints that the first look does not find."""
         self._tiers = tiers
         self._after = after
         self._warn = warn

@@ -54,11 +54,9 @@ class Support:
 
     def __post_init__(self) -> None:
         if self.drain not in ("process", "thread"):
-            _refuse_support(f"drain is {self.drain!r}", "allowed: process, thread")
+            _refuse(f"{VARIABLE}: drain", self.drain, "process, thread")
         for name, (low, high) in _SUPPORT_RANGES.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                _refuse_support(f"{name} is {value!r}", f"allowed: a whole number from {low} to {high}")
+            _check_int(f"{VARIABLE}: {name}", getattr(self, name), low, high)
 
     @classmethod
     def from_environment(cls) -> Support:
@@ -72,13 +70,9 @@ class Support:
         for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
             name, _, value = (part.strip() for part in entry.partition("="))
             if name not in known:
-                _refuse_support(f"unknown name {name!r}", did_you_mean(name, known))
+                raise ConfigError(f"{VARIABLE}: unknown name {name!r}", hint=did_you_mean(name, known))
             given[name] = int(value) if value.isdecimal() else value
         return cls(**given)  # type: ignore[arg-type] # checked there
-
-
-def _refuse_support(what: str, hint: str) -> None:
-    raise ConfigError(f"{VARIABLE}: {what}", hint=hint)
 
 
 #: Objects of these classes have to be restored before they can be read, which takes hours.

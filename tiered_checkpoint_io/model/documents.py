@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -193,14 +193,6 @@ class Server:
     region: str = field(default="", compare=False)
     profile: str = field(default="", compare=False)
 
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Server:
-        """Returns the inverse of :meth:`to_json`; raises CorruptCheckpointError if it can't be understood."""
-        return cls(*(value_of(raw, key, str, "") for key in ("endpoint_url", "region", "profile")))
-
 
 def server_in(raw: Mapping[str, Any]) -> Server | None:
     """Returns the server that a document names; None if its durable tier is no S3 one.
@@ -208,10 +200,10 @@ def server_in(raw: Mapping[str, Any]) -> Server | None:
     Raises:
         CorruptCheckpointError: The server can't be understood.
     """
-    said = raw.get("server")
-    if said is not None and not isinstance(said, dict):
-        raise CorruptCheckpointError("server: expected an object")
-    return Server.from_json(said) if said is not None else None
+    if raw.get("server") is None:
+        return None
+    said = value_of(raw, "server", dict)
+    return Server(*(value_of(said, each.name, str, "") for each in fields(Server)))
 
 
 def endpoint_text(url: str) -> str:

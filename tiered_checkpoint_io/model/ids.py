@@ -105,14 +105,6 @@ def save_id_of_op(op_id: str) -> str:
     return op_id.partition(".rank-")[0]
 
 
-def validate_op_id(text: str) -> str:
-    """Returns an operation's id, which is safe as a file's name; raises ConfigError for other text."""
-    head, dot, rank = text.partition(".rank-") if isinstance(text, str) else ("", "", "")
-    if not is_save_id(head) or (dot and rank_of(f"rank-{rank}") is None):
-        raise ConfigError(f"not an operation's id: {text!r}")
-    return text
-
-
 #: The scheme of sentinels.
 SENTINELS = "tiered"
 #: ``ckpt_path`` to resume from the newest intact checkpoint, or from scratch.
@@ -379,11 +371,6 @@ def description_prefixes(save_id: str, ranks: Iterable[int]) -> list[str]:
 def hold_prefix(name: str) -> str:
     """Returns ``.tiered/holds/<name>/``: below it lies one object for each hold of a checkpoint."""
     return f"{HOLDS_PREFIX}{name}/"
-
-
-def preflight_key(token: str) -> str:
-    """Returns ``.tiered/preflight/<token>``."""
-    return PREFLIGHT_PREFIX + token
 
 
 #: The small file in which Lightning's strategies save loops, callbacks and hyperparameters, next to the shards.

@@ -106,7 +106,6 @@ class Queue:
         Raises:
             MemoryFullError: There is no space for the log.
         """
-        ids.validate_save_id(request.op_id)
         # An outcome takes its request out of the log, but is the larger of the two. Cancels empty it as well.
         self._log.write({_REQUEST + request.op_id: _facts(request)}, leaves_room=request.action != "cancel")
 
@@ -183,7 +182,7 @@ class Queue:
 
     def outcome(self, op_id: str) -> Outcome | None:
         """Returns the outcome of an operation; None if it is still to be done, or too long ago."""
-        raw = self._log.get(_OUTCOME + ids.validate_op_id(op_id))
+        raw = self._log.get(_OUTCOME + op_id)
         return _parsed(Outcome, raw) if raw is not None else None
 
     def outcomes(self) -> list[Outcome]:
@@ -262,7 +261,7 @@ def operations_of(parts: Iterable[StoredPart], requests: Iterable[Request]) -> l
 
 def _facts(about: Request | Outcome) -> dict[str, Any]:
     facts = {each.name: getattr(about, each.name) for each in fields(about) if each.name != "stored"}
-    return {**facts, "server": about.server.to_json() if about.server is not None else None}
+    return {**facts, "server": asdict(about.server) if about.server is not None else None}
 
 
 def _parsed(kind: type[_T], raw: Mapping[str, Any]) -> _T:
