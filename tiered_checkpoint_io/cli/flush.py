@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -31,7 +31,7 @@ from tiered_checkpoint_io.errors import (
     DrainError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, read
+from tiered_checkpoint_io.inventory.durable import read
 from tiered_checkpoint_io.inventory.node import (
     HeldSave,
     Unit,
@@ -51,8 +51,9 @@ from tiered_checkpoint_io.memory.tier import MemoryTier, spill_dir_of
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place
-from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores import Store, config_at
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +119,7 @@ def _stay(root: Path) -> None:
 
 
 class _Flush:
-    """One flush of a namespace.
-
-    Attributes:
-        rows: The state of each save.
-        failures: Errors of operations that failed meanwhile.
-        error: The reason why not all is uploaded.
-        is_good: True if all is uploaded that had to be.
-    """
+    """One flush of a namespace."""
 
     def __init__(self, root: Path, *, name: str | None, everything: bool) -> None:
         """Chooses the saves.
@@ -141,11 +135,15 @@ class _Flush:
             text = "no checkpoint that training can resume from" if name is None else f"no such checkpoint: {name}"
             hint = "see what is there: tiered-ckpt status"
             raise CheckpointNotFoundError(text, operation="flush", tier="memory", key=str(root), hint=hint)
-        place = self._saves[0].place if self._saves else queued[0].place
-        self._config = _config(root, place)
+        self._config = _config(root, self._saves[0].place if self._saves else queued[0].place)
         self._before = set(self._queue.outcomes())
-        self.rows, self.failures = list[CheckpointInfo](), list[str]()
+        #: The state of each save.
+        self.rows = list[CheckpointInfo]()
+        #: Errors of operations that failed meanwhile.
+        self.failures = list[str]()
+        #: The reason why not all is uploaded.
         self.error: DrainError | None = None
+        #: True if all is uploaded that had to be.
         self.is_good = False
 
     def run(self, timeout: float) -> None:
@@ -154,12 +152,12 @@ class _Flush:
         lost: set[Unit] = set()
         with contextlib.ExitStack() as held:
             for place in sorted({save.place for save in self._saves}, key=str):
-                if _is_another_jobs(self._config, place, self._root.name):
+                if self._is_another_jobs(place):
                     held.enter_context(claimed(config_at(self._config, place), threading.Event(), place.dirpath))
             saves = self._saves
             # The queue is uploaded too, if no save is chosen.
             while saves or not tried:
-                _mark(self._config, self._tier, self._queue, saves)
+                self._mark(saves)
                 self.error = _upload(self._tier, self._config, max(1.0, timeout - (SYSTEM.monotonic() - began)))
                 tried += saves
                 # The drain has found that its bytes in memory differ from the saved ones, and put it into quarantine.
@@ -170,7 +168,7 @@ class _Flush:
                     break
                 known = {save.content.save_id for save in tried}
                 saves = [s for s in to_flush(self._tier.parts(), without=lost) if s.content.save_id not in known]
-        self.rows = _rows(self._config, self._root, tried, asks=self.error is None)
+        self.rows = self._rows(tried)
         # An operation that is still queued is tried again.
         queued = {each.op_id for each in self._queue.look(self._tier)}
         last = {each.op_id: each for each in self._queue.outcomes() if each not in self._before}
@@ -181,6 +179,54 @@ class _Flush:
         groups = by_payload(tried) or ([tried] if tried else [])
         is_there = all(any(save.content.save_id in there for save in group) for group in groups)
         self.is_good = self.error is None and not lost and not failed and is_there
+
+    def _ask(self, place: Place, work: Callable[[Store], _T]) -> _T:
+        return ask(config_at(self._config, place), work, place.dirpath)
+
+    def _is_another_jobs(self, place: Place) -> bool:
+        """Returns True if a job other than this memory's has the lease of a durable tier.
+
+        A run of the same job is no obstacle: this is one more drain of its checkpoints.
+        """
+        try:
+            holder = self._ask(place, holder_of)
+        except TieredCheckpointError:
+            # The upload meets the same, and says so for each checkpoint.
+            return False
+        return holder is not None and holder.namespace != self._root.name
+
+    def _mark(self, saves: Sequence[HeldSave]) -> None:
+        """Makes the drain upload the parts that it would leave in memory."""
+        known = self._queue.outcomes()
+        for save in saves:
+            states = {held_part(self._tier, each, known).state for each in save.parts}
+            is_gone = False
+            if "durable" in states <= {"durable", "sent"}:
+                # A durable tier that can't be asked is reported at the end.
+                with contextlib.suppress(TieredCheckpointError):
+                    is_gone = self._ask(save.place, partial(read_if_there, name=save.name)) is None
+            for stored in save.parts:
+                outcome = self._queue.outcome(stored.op_id)
+                is_given_up = stored.drained and outcome is not None and outcome.state == "skipped"
+                if not stored.part.durable or is_given_up or is_gone:
+                    # One that retention removes right now is not there any more: said at the end.
+                    with contextlib.suppress(CheckpointNotFoundError):
+                        mark_durable(stored)
+        self._queue.ring()
+
+    def _rows(self, saves: Sequence[HeldSave]) -> list[CheckpointInfo]:
+        """Returns a row for each save, as a look at both tiers finds it; after an error, only at memory."""
+        node, wanted = [look_at(self._root)], {save.content.save_id for save in saves}
+
+        def rows_at(place: Place) -> list[CheckpointInfo]:
+            names = sorted({save.name for save in saves if save.place == place})
+            found = None
+            if self.error is None:
+                found = self._ask(place, lambda store: [read(store, name) for name in names])
+            return Look(place, node, found).checkpoints
+
+        places = sorted({save.place for save in saves}, key=str)
+        return [row for place in places for row in rows_at(place) if row.save_id in wanted]
 
 
 def _config(root: Path, place: Place) -> TieredCheckpointConfig:
@@ -197,40 +243,6 @@ def _config(root: Path, place: Place) -> TieredCheckpointConfig:
         config = replace(config, spill_dir=spill_dir_of(config.spill_dir))
         write_atomic(root / CONFIG_FILE, config.to_json().encode())
     return config
-
-
-def _is_another_jobs(config: TieredCheckpointConfig, place: Place, namespace: str) -> bool:
-    """Returns True if a job other than this memory's has the lease of a durable tier.
-
-    A run of the same job is no obstacle: this is one more drain of its checkpoints.
-    """
-    there = config_at(config, place)
-    try:
-        holder = ask(there, holder_of, place.dirpath)
-    except TieredCheckpointError:
-        # The upload meets the same, and says so for each checkpoint.
-        return False
-    return holder is not None and holder.namespace != namespace
-
-
-def _mark(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, saves: Sequence[HeldSave]) -> None:
-    """Makes the drain upload the parts that it would leave in memory."""
-    known = queue.outcomes()
-    for save in saves:
-        states = {held_part(tier, each, known).state for each in save.parts}
-        is_gone = False
-        if "durable" in states <= {"durable", "sent"}:
-            # A durable tier that can't be asked is reported at the end.
-            with contextlib.suppress(TieredCheckpointError):
-                is_gone = _manifest(config, save) is None
-        for stored in save.parts:
-            outcome = queue.outcome(stored.op_id)
-            is_given_up = stored.drained and outcome is not None and outcome.state == "skipped"
-            if not stored.part.durable or is_given_up or is_gone:
-                # One that retention removes right now is not there any more: said at the end.
-                with contextlib.suppress(CheckpointNotFoundError):
-                    mark_durable(stored)
-    queue.ring()
 
 
 def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float) -> DrainError | None:
@@ -251,24 +263,3 @@ def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float) ->
         while handle.runner.is_running and SYSTEM.monotonic() < deadline and not (job.exists() and is_locked(job)):
             SYSTEM.sleep(SYSTEM.timing.namespace_poll_s)
     return None
-
-
-def _rows(config: TieredCheckpointConfig, root: Path, saves: Sequence[HeldSave], *, asks: bool) -> list[CheckpointInfo]:
-    """Returns a row for each save, as a look at both tiers finds it; without ``asks``, only at memory."""
-    rows: list[CheckpointInfo] = []
-    node, wanted = [look_at(root)], {save.content.save_id for save in saves}
-    for place in sorted({save.place for save in saves}, key=str):
-        names = sorted({save.name for save in saves if save.place == place})
-        found: list[DurableCheckpoint] | None = None
-        if asks:
-            found = ask(config_at(config, place), partial(_read_all, names))
-        rows += [row for row in Look(place, node, found).checkpoints if row.save_id in wanted]
-    return rows
-
-
-def _read_all(names: Sequence[str], store: Store) -> list[DurableCheckpoint]:
-    return [each for each in [read(store, name) for name in names] if each.is_there]
-
-
-def _manifest(config: TieredCheckpointConfig, save: HeldSave) -> Manifest | None:
-    return ask(config_at(config, save.place), lambda store: read_if_there(store, save.name), save.place.dirpath)

@@ -69,7 +69,7 @@ def owned(root: Path) -> Path:
     """Returns the root of a memory tier, for commands that write there.
 
     Raises:
-        ConfigError: The root is another user's, whose trainer and drain could not open folders that root makes there.
+        ConfigError: The root is another user's, who could not open folders that this command makes there.
     """
     owner = root.stat().st_uid
     if owner != os.getuid():
@@ -104,29 +104,18 @@ def undone(root: Path) -> int:
 # ------------------------------------------------------------------------------------------- parts
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """An intact part in node memory.
-
-    Attributes:
-        name: The checkpoint.
-        save_id: The save that made it.
-        rank: The rank that wrote it.
-        tier: The kind of memory: the node's, its spill, or its replicas of other nodes' parts.
-        namespace: The namespace of its memory.
-        folder: Its folder.
-        size_bytes: Its bytes.
-        state: See :data:`PartState`.
-        is_replicated: All parts of its save are in the memory of other nodes as well.
-        stored: The part itself.
-    """
+    """An intact part in node memory."""
 
     name: str
     save_id: str
     rank: int
     tier: Tier
+    #: The namespace of its memory.
     namespace: str
     folder: Path
     size_bytes: int
     state: PartState
+    #: True if all parts of its save are in the memory of other nodes as well.
     is_replicated: bool
     stored: StoredPart = field(repr=False)
 
@@ -186,22 +175,17 @@ def _outcome(stored: StoredPart, outcomes: Iterable[Outcome]) -> Outcome | None:
 
 @dataclass(frozen=True, slots=True)
 class BrokenPart:
-    """A part that can't be used.
-
-    Attributes:
-        folder: Its folder.
-        why: The damage.
-        part: Its description; None if that can't be read.
-        place: Its durable tier; without a description, the durable tier of its namespace.
-        is_newer: True if it has another format version: then it is not damaged.
-        tier: The kind of memory that has it; None in quarantine.
-    """
+    """A part that can't be used, and why."""
 
     folder: Path
     why: str
+    #: Its description; None if that can't be read.
     part: Part | None = field(repr=False)
+    #: Its durable tier; without a description, the durable tier of its namespace.
     place: Place | None
+    #: True if it has another format version: then it is not damaged.
     is_newer: bool = False
+    #: None in quarantine.
     tier: Tier | None = None
 
     @property
@@ -215,26 +199,17 @@ class BrokenPart:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """The memory of one namespace at one moment, its queue, and its drain.
-
-    Attributes:
-        root: The root of the memory tier.
-        place: The durable tier of the last trainer; None if it is not known.
-        held: Intact parts.
-        broken: Parts that can't be used.
-        waiting: Operations that wait for the durable tier, in order.
-        outcomes: Operations that have ended, in order.
-        drain: Work of the drain.
-        is_working: True if the drain runs.
-    """
+    """The memory of one namespace at one moment, its queue, and its drain."""
 
     root: Path
+    #: The durable tier of the last trainer; None if it is not known.
     place: Place | None
     held: list[HeldPart]
     broken: list[BrokenPart]
     waiting: list[Request]
     outcomes: list[Outcome]
     drain: DrainProgress
+    #: True if the drain runs.
     is_working: bool
 
     @property
@@ -296,12 +271,7 @@ def time_of(seconds: float) -> datetime | None:
 # ------------------------------------------------------------------------------------------- saves
 @dataclass(frozen=True, slots=True)
 class HeldSave:
-    """One save, as far as it is in this node's own memory.
-
-    Attributes:
-        place: Its durable tier.
-        parts: This node's own parts of it.
-    """
+    """One save, as far as it is in this node's own memory: its durable tier, and this node's own parts of it."""
 
     place: Place
     parts: tuple[StoredPart, ...]
@@ -314,11 +284,6 @@ class HeldSave:
     def content(self) -> Content:
         """The facts of the save; the files are those of one part."""
         return self.parts[0].part.content
-
-    @property
-    def size(self) -> int:
-        """Bytes of the parts here."""
-        return sum(each.part.content.size for each in self.parts)
 
     @property
     def unit(self) -> Unit:

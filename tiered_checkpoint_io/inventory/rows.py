@@ -124,22 +124,15 @@ def iso(when: datetime | float | None) -> str | None:
 
 # -------------------------------------------------------------------------------------------- look
 class Look:
-    """One look at the tiers.
-
-    Attributes:
-        place: The durable tier that was asked for.
-        found: Its names with a manifest; None if it was not asked, or did not answer.
-        node: The memory of this node's namespaces, of all durable tiers; empty if it was not looked at.
-        manifests: The manifests that could be read, by name.
-        held: The parts in this node's memory of that durable tier, by save.
-    """
+    """One look at a durable tier, and at its checkpoints in node memory."""
 
     def __init__(
         self, place: Place, node: Sequence[Namespace], found: Sequence[DurableCheckpoint] | None = None
     ) -> None:
-        """Takes the tiers' contents."""
+        """Takes the tiers' contents; ``found`` is None if the durable tier was not asked, or did not answer."""
         self.place, self.node, self.found = place, node, found
         self.manifests = {each.name: each.manifest for each in found or () if each.manifest is not None}
+        #: The parts of that durable tier in this node's memory, by save.
         self.held: dict[str, list[HeldPart]] = {}
         for part in (part for each in node for part in each.held if part.place == place):
             self.held.setdefault(part.save_id, []).append(part)
@@ -296,21 +289,15 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Details(CheckpointInfo):
-    """All that is known of one save of a name: its row in a listing, and the rest.
-
-    Attributes:
-        manifest_key: Its manifest below dirpath; None if it has none.
-        namespace: The namespace that saved it; empty if it is not known.
-        writer: Versions of the software that wrote it.
-        aliases: Names of its aliases.
-        files: All files if the durable tier has them, else those of the parts here.
-        held_parts: Its parts in this node's memory.
-    """
+    """All that is known of one save of a name: its row in a listing, and the rest."""
 
     manifest_key: str | None
+    #: The namespace that saved it; empty if it is not known.
     namespace: str
+    #: Versions of the software that wrote it.
     writer: Mapping[str, str]
     aliases: Sequence[str]
+    #: All files if the durable tier has them, else those of the parts here.
     files: Sequence[File]
     held_parts: Sequence[HeldPart]
 
@@ -318,10 +305,7 @@ class Details(CheckpointInfo):
 def details_of(name: str, look: Look, store: Store | None) -> list[Details]:
     """Returns all saves of a name, the latest first: one may be on the durable tier, and a later one in memory.
 
-    Args:
-        name: The name, or ``tiered:latest``.
-        look: Contents of the tiers.
-        store: The durable tier, from which the index of a checkpoint of several parts is read; None not to.
+    ``store`` is the durable tier, from which the index of a checkpoint of several parts is read; None not to.
 
     Raises:
         StoreError: The durable tier could not be read.

@@ -181,13 +181,7 @@ def digest_of(raw: Mapping[str, Any], key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An S3 server. Two are the same if their endpoints are: region and profile only say how to reach it.
-
-    Attributes:
-        endpoint_url: Its URL; "" for AWS's own.
-        region: AWS region; "" if none is set.
-        profile: Profile in the AWS configuration files; "" if none is set.
-    """
+    """An S3 server. Two are the same if their endpoints are ("": AWS's): region and profile say how to reach it."""
 
     endpoint_url: str
     region: str = field(default="", compare=False)
@@ -214,12 +208,7 @@ def endpoint_text(url: str) -> str:
 
 
 class Place(NamedTuple):
-    """A durable tier: checkpoints belong together if dirpath and server are the same.
-
-    Attributes:
-        dirpath: The tier's URL or directory.
-        server: Its S3 server; None for any other kind.
-    """
+    """A durable tier: checkpoints belong together if dirpath and server (None if it is not S3) are the same."""
 
     dirpath: str
     server: Server | None = None

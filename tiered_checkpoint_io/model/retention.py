@@ -31,21 +31,7 @@ def unit_of(name: str, step: int) -> UnitKey:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Facts about one checkpoint or alias for the decision.
-
-    Attributes:
-        name: Its name.
-        save_id: Id of its save; as text, ids sort in the order of the saves.
-        step: The training step; -1 if it is not known.
-        created: Seconds since the epoch, by the writer's clock.
-        kind: The payload.
-        resumable: True if training can resume from it.
-        size: Bytes.
-        metrics: Monitored value of a ModelCheckpoint, by its name.
-        alias_of: Target's name, for an alias.
-        is_copy: True if it is a copy that moves on with the run, as ``last.ckpt``.
-        is_changing: True while it is overwritten.
-    """
+    """Facts about one checkpoint or alias for the decision: see :class:`Content`."""
 
     name: str
     save_id: str
@@ -54,9 +40,12 @@ class Checkpoint:
     kind: Kind = "full"
     resumable: bool = True
     size: int = 0
+    #: Monitored value of a ModelCheckpoint, by its name.
     metrics: Mapping[str, float] = field(default_factory=dict)
     alias_of: str | None = None
+    #: True if it is a copy that moves on with the run, as ``last.ckpt``.
     is_copy: bool = False
+    #: True while it is overwritten.
     is_changing: bool = False
 
     @property
