@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tiered_checkpoint_io.cli import clean, doctor, flush, get, listing, prune, status, verify, watch
+from tiered_checkpoint_io.cli import doctor, listing, memory, prune, reading, watch
 from tiered_checkpoint_io.cli.options import command
 from tiered_checkpoint_io.cli.output import INTERRUPTED, say
 from tiered_checkpoint_io.errors import TieredCheckpointError
@@ -27,13 +27,13 @@ from tiered_checkpoint_io.version import __version__
 _GROUPS: dict[str, dict[str, type[Any]]] = {
     "Look": {
         "ls": listing.Ls,
-        "status": status.Status,
-        "verify": verify.Verify,
+        "status": listing.Status,
+        "verify": reading.Verify,
         "watch": watch.Watch,
         "doctor": doctor.Doctor,
     },
-    "Move": {"get": get.Get, "flush": flush.Flush},
-    "Delete, only with --yes": {"clean": clean.Clean, "prune": prune.Prune},
+    "Move": {"get": reading.Get, "flush": memory.Flush},
+    "Delete, only with --yes": {"clean": memory.Clean, "prune": prune.Prune},
 }
 
 
