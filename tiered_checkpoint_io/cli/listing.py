@@ -241,7 +241,6 @@ def _document(found: Namespace) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------ text
 def _show(found: Namespace) -> None:
     places = sorted(found.places | ({found.place} if found.place is not None else set()), key=str)
     say(f"namespace: {found.root.name}, in {found.root.parent}")

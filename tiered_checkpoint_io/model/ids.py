@@ -208,8 +208,7 @@ def normalize_dirpath(dirpath: StrPath) -> str:
     """Returns one spelling for a durable tier's root: URL or local path without links, no trailing slash.
 
     Raises:
-        ConfigError: No text, empty, an S3 URL without a bucket, or a URL with a password or key in it: the
-            drain's queue and the descriptions of parts would have to hold that.
+        ConfigError: No text, empty, an S3 URL without a bucket, or a URL with a secret, which parts would have to hold.
     """
     if not isinstance(dirpath, str | os.PathLike):
         hint = "give an S3 URL, another fsspec URL, or a directory; from_config(...) takes a whole block"
@@ -234,12 +233,9 @@ def normalize_dirpath(dirpath: StrPath) -> str:
 
 
 def refuse_misspelt(dirpath: str) -> None:
-    """Refuses names of an S3 bucket other than ``s3://bucket/prefix``, and URLs of no absolute path.
+    """Raises ConfigError for a path that was meant otherwise, with the right spelling.
 
-    A web server takes no writes, and ``s3//bucket`` or ``file://data`` would be a folder of the working directory.
-
-    Raises:
-        ConfigError: ``dirpath`` is such a path; the hint has the right spelling.
+    For example, ``s3//bucket`` or ``file://data`` would be a folder of the working directory.
     """
     text = text_of(dirpath)
     if url_scheme(text) not in (None, *_LOCAL) and SURROGATE.search(text):
@@ -270,12 +266,9 @@ def refuse_misspelt(dirpath: str) -> None:
 
 
 def at_home(path: str) -> str:
-    """Replaces ``~`` at the start of a path by the home folder, as a shell does.
+    """Replaces ``~`` at the start of a path by the home folder, as a shell does; raises ConfigError without one.
 
     YAML does not, and Lightning's own callback does the same.
-
-    Raises:
-        ConfigError: This user has no home: the path would be a folder ``~`` of the working directory.
     """
     if path != "~" and not path.startswith("~/"):
         return path
@@ -299,11 +292,7 @@ def best_url(monitor: str | None, mode: str) -> str:
 
 
 def parse_best_url(text: str) -> tuple[str, Literal["min", "max"]] | None:
-    """Returns the monitor and the mode of a :func:`best_url`; None for any other text.
-
-    Raises:
-        ConfigError: The text begins like one, but is none.
-    """
+    """Returns the monitor and the mode of a :func:`best_url`, or raises ConfigError; None for any other text."""
     head, _, query = text.partition("?")
     if head != _BEST_URL:
         return None
@@ -410,11 +399,7 @@ def known(number: int) -> int | None:
 
 
 def validate_name(name: str) -> str:
-    """Checks and returns a checkpoint's name: a relative path that does not leave its folder.
-
-    Raises:
-        ConfigError: Empty, absolute, leaves its folder (``..``), reserved, or too long.
-    """
+    """Returns a checkpoint's name, a relative path that does not leave its folder; raises ConfigError for others."""
     problem: str | None = None
     parts, is_printable = name.split("/"), name.isprintable()
     # Asked at each save: no check loops over the characters.
@@ -456,8 +441,7 @@ def validate_new_name(name: str) -> str:
 def name_in(dirpath: str, path: StrPath) -> str:
     """Returns the name of the checkpoint at ``path``: a path or URL below ``dirpath`` (normalized), or a name.
 
-    Raises:
-        ConfigError: Outside ``dirpath``, or not a valid name.
+    Raises ConfigError for another path, or a name that is not valid.
     """
     text = at_home(text_of(path).rstrip("/"))
     root = dirpath.rstrip("/")
@@ -563,22 +547,21 @@ def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
         return Located(dirpath, f"step_{step}", step)
     text = text_of(path).rstrip("/")
     scheme = url_scheme(text)
-    if scheme is None and not os.path.isabs(text):
+    try:
         name = name_in(dirpath, text)
-    else:
-        try:
-            name = name_in(dirpath, text)
-        except ConfigError:
-            told = step_in_name(text)
-            if scheme is None and url_scheme(dirpath) is not None:
-                if step is None and told is None:
-                    raise
-                name = f"step_{told if step is None else step}"
-            else:
-                parent, _, last = text.rpartition("/")
-                if ".." in text.split("/") or not parent or parent.endswith(":/"):
-                    raise
-                dirpath, name = normalize_dirpath(parent), validate_name(last)
+    except ConfigError:
+        told = step_in_name(text)
+        if scheme is None and not os.path.isabs(text):
+            raise
+        if scheme is None and url_scheme(dirpath) is not None:
+            if step is None and told is None:
+                raise
+            name = f"step_{told if step is None else step}"
+        else:
+            parent, _, last = text.rpartition("/")
+            if ".." in text.split("/") or not parent or parent.endswith(":/"):
+                raise
+            dirpath, name = normalize_dirpath(parent), validate_name(last)
     told = step_in_name(name)
     if step is None:
         return Located(dirpath, name, -1 if told is None else told)
