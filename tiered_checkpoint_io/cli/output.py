@@ -108,12 +108,7 @@ def show(rows: Iterable[object], columns: Columns, title: str = "") -> None:
 
 
 def row_writer(columns: Columns, *widths: int) -> Callable[[object], None]:
-    """Returns a function that prints one row at a time, the first one below a header.
-
-    Args:
-        columns: The columns.
-        widths: Their least widths on a terminal.
-    """
+    """Returns a function that prints one row at a time, the first one below a header; ``widths`` are the least."""
     began = False
 
     def add(row: object) -> None:
@@ -136,13 +131,7 @@ def _print_line(cells: Sequence[str], widths: Sequence[int]) -> None:
 
 # ---------------------------------------------------------------------------------------- progress
 def progress(what: str, total: int, *, silent: bool) -> Callable[[int], None]:
-    """Returns a function for many threads, called with the bytes that were done, which prints a line every 5 s.
-
-    Args:
-        what: The transfer, in a word or two.
-        total: Bytes in all.
-        silent: Print nothing, as with ``--json``.
-    """
+    """Returns a function for many threads, called with the bytes that were done, which prints a line every 5 s."""
     lock, done = threading.Lock(), 0
     started = last = time.monotonic()
 

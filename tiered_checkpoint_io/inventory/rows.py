@@ -81,7 +81,7 @@ def read_all(store: Store, view: DurableView | None = None, clock: Clock = SYSTE
 
 
 def checkpoints(store: Store, view: DurableView | None = None, clock: Clock = SYSTEM) -> list[DurableCheckpoint]:
-    """Returns all checkpoints of a tier: the latest save first, its aliases and copies after it, unreadable ones last.
+    """Returns all checkpoints of a tier, by name.
 
     Raises:
         CheckpointNotFoundError: The directory does not exist, or there is no object at all below the URL.
@@ -92,16 +92,7 @@ def checkpoints(store: Store, view: DurableView | None = None, clock: Clock = SY
         raise CheckpointNotFoundError(
             "there is nothing at this dirpath", operation="list", tier="durable", key=store.url, hint="check dirpath"
         )
-    manifests = {each.name: each.manifest for each in found if each.manifest is not None}
-
-    def order(each: DurableCheckpoint) -> tuple[str, bool]:
-        if each.manifest is None:
-            return "", False
-        # An alias follows its target, which may have been overwritten.
-        return manifests.get(each.manifest.alias_of or "", each.manifest).content.order
-
-    found.sort(key=lambda each: each.manifest is not None and each.manifest.alias_of is not None)
-    return sorted(found, key=order, reverse=True)
+    return found
 
 
 def newer(found: Sequence[DurableCheckpoint]) -> CorruptCheckpointError | None:
@@ -229,23 +220,6 @@ class CheckpointInfo:
         return self.copy_of or self.save_id, not (self.copy_of or self.alias_of)
 
 
-def info(name: str, dirpath: str, content: Content, *, state: CheckpointState, **more: Any) -> CheckpointInfo:
-    """Returns the record of a checkpoint of which a content is known; ``more`` are further fields."""
-    facts: Mapping[str, Any] = {
-        "save_id": content.save_id,
-        "step": ids.known(content.step),
-        "epoch": ids.known(content.epoch),
-        "metric": content.metric,
-        "size_bytes": content.size,
-        "created": time_of(content.created),
-        "kind": content.kind,
-        "resumable": content.resumable,
-        "copy_of": content.copy_of or None,
-        "parts": content.parts,
-    }
-    return CheckpointInfo(name=name, url=url_of(dirpath, name), dirpath=dirpath, state=state, **{**facts, **more})
-
-
 def url_of(dirpath: str, name: str) -> str:
     """Returns a checkpoint's URL on the durable tier, without secrets."""
     return without_secrets(ids.join_url(dirpath, name))
@@ -335,10 +309,9 @@ class Look:
 
     def _damaged(self, each: BrokenPart) -> CheckpointInfo:
         state: CheckpointState = "newer_release" if each.is_newer else "corrupt"
-        dirpath = self.place.dirpath
         if each.part is not None:
-            return info(each.part.name, dirpath, each.part.content, state=state, resumable=False, problem=each.why)
-        name = str(each.folder)
+            return self._row(each.part.name, each.part.content, state, resumable=False, problem=each.why)
+        name, dirpath = str(each.folder), self.place.dirpath
         return CheckpointInfo(name=name, url=name, dirpath=dirpath, save_id=each.save_id, state=state, problem=each.why)
 
     def _row(
@@ -347,15 +320,27 @@ class Look:
         """Returns the row of a save with the tiers that have it, and the damage of its parts here."""
         held, broken = self.held.get(content.save_id, []), self._broken.get(content.save_id)
         order: tuple[Tier, ...] = ("memory", "spill", "replicas")
-        facts = {
-            "where": (
-                *(tier for tier in order if any(each.tier == tier for each in held)),
-                *(["durable"] if is_durable else []),
-            ),
-            "parts_here": len({each.rank for each in held}),
-            "problem": f"memory: {broken[0].why}" if broken else "",
-        }
-        return info(name, self.place.dirpath, content, state=state, **{**facts, **more})
+        here = [tier for tier in order if any(each.tier == tier for each in held)]
+        row = CheckpointInfo(
+            name=name,
+            url=url_of(self.place.dirpath, name),
+            dirpath=self.place.dirpath,
+            save_id=content.save_id,
+            state=state,
+            where=(*here, *(("durable",) if is_durable else ())),
+            step=ids.known(content.step),
+            epoch=ids.known(content.epoch),
+            metric=content.metric,
+            size_bytes=content.size,
+            created=time_of(content.created),
+            kind=content.kind,
+            resumable=content.resumable,
+            copy_of=content.copy_of or None,
+            parts=content.parts,
+            parts_here=len({each.rank for each in held}),
+            problem=f"memory: {broken[0].why}" if broken else "",
+        )
+        return replace(row, **more)
 
 
 class Tiers:
