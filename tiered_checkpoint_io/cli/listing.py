@@ -71,11 +71,7 @@ class Ls(Output, Address, Memory):
         raise typer.Exit(1 if any(each.state in _DAMAGED for each in found) else 0)
 
     def _look(self, config: TieredCheckpointConfig) -> tuple[Look, StoreError | None]:
-        """Looks at both tiers; if the durable one does not answer, at memory, and returns the error as well.
-
-        Raises:
-            StoreError: The durable tier could not be read, and memory has nothing of it.
-        """
+        """Looks at both tiers; if the durable one does not answer, at memory, and returns (or raises) the error."""
         # On a machine that has no node memory in the default place, only at the durable one.
         tiers, error = Tiers(config, self.memory_dir if self.has_memory else None), None
         try:

@@ -131,11 +131,7 @@ class _Flush:
     """One flush of a namespace."""
 
     def __init__(self, root: Path, *, name: str | None, everything: bool) -> None:
-        """Chooses the saves.
-
-        Raises:
-            CheckpointNotFoundError: There is no such save, and the queue is empty.
-        """
+        """Chooses the saves; raises CheckpointNotFoundError if there is none, and the queue is empty."""
         self._root, self._tier, self._queue = root, tier_at(root), Queue(root)
         self._is_choice = name is None and not everything
         self._saves = to_flush(self._tier.parts(), name=name, everything=everything)
@@ -239,11 +235,7 @@ class _Flush:
 
 
 def _config(root: Path, place: Place) -> TieredCheckpointConfig:
-    """Returns the last trainer's configuration; if there is none, makes and notes one for a drain.
-
-    Raises:
-        MemoryFullError: There is no space to note it.
-    """
+    """Returns the last trainer's configuration; if there is none, makes and notes one for a drain."""
     config = last_config(root)
     if config is None:
         # Steps of memory alone start no drain.

@@ -103,11 +103,7 @@ class Node(Memory):
 
     @property
     def root(self) -> Path:
-        """The root of the memory tier; without a name, of the only one there is.
-
-        Raises:
-            ConfigError: None is named, and there are several; or there is no such memory_dir.
-        """
+        """The root of the memory tier; without a name, of the only one there is; or raises ConfigError."""
         if self.namespace is not None:
             with wrong_use():
                 return namespace_root(self.memory_dir, self.namespace)

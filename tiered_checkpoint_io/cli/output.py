@@ -35,11 +35,7 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def write(text: str, *, err: bool = False) -> None:
-    """Prints lines as they are.
-
-    Raises:
-        SystemExit: The reader of the output has ended; no more lines are printed.
-    """
+    """Prints lines as they are; raises SystemExit if the reader of the output has ended."""
     stream = sys.stderr if err else sys.stdout
     try:
         print(text, file=stream, flush=True)

@@ -170,11 +170,7 @@ def _look(store: Store, wanted: str | None, held: Sequence[object]) -> list[Dura
 
 
 def _latest(held: _Parts, found: Sequence[DurableCheckpoint]) -> tuple[_Parts, list[DurableCheckpoint]]:
-    """Returns the copies of the checkpoint that a restart on this node would take.
-
-    Raises:
-        CorruptCheckpointError: A newer release wrote a checkpoint that may be the latest; a restart is refused as well.
-    """
+    """Returns the copies of the checkpoint that a restart on this node would take; raises as :func:`resumable`."""
     meant = next(iter(resumable(found, (stored for _, stored in held))), None)
     if meant is None:
         return [], []
@@ -379,15 +375,7 @@ class _Fetch:
     folder: Path | None
 
     def run(self, store: Store) -> Got:
-        """Fetches the checkpoint.
-
-        Raises:
-            CheckpointNotFoundError: There is no such checkpoint.
-            CorruptCheckpointError: Its bytes differ from the saved ones.
-            MemoryFullError: Memory has no room for it.
-            SaveError: A file exists already, or can't be written.
-            StoreError: A run removed or overwrote it, each time that it was read.
-        """
+        """Fetches the checkpoint; raises StoreError if a run removed or overwrote it, each time that it was read."""
         for left in reversed(range(_TRIES)):
             manifest = find(store, self.wanted)
             try:

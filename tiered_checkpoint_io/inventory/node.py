@@ -36,11 +36,7 @@ Unit: TypeAlias = tuple[Place, UnitKey]
 
 # ------------------------------------------------------------------------------------------- roots
 def all_roots(memory_dir: str) -> list[Path]:
-    """Returns the memory tiers of all of this user's namespaces.
-
-    Raises:
-        ConfigError: The folder does not exist.
-    """
+    """Returns the memory tiers of all of this user's namespaces; raises ConfigError if the folder does not exist."""
     if not os.path.isdir(memory_dir):
         raise ConfigError(f"there is no folder {memory_dir}", hint="check --memory-dir")
     folder = namespace_root(memory_dir, "default").parent
@@ -55,22 +51,14 @@ def roots_of(memory_dir: str, place: Place) -> list[Path]:
 
 
 def existing(root: Path) -> Path:
-    """Returns the root of a memory tier.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Returns the root of a memory tier; raises ConfigError if there is none."""
     if not _is_tier(root):
         raise ConfigError(f"no memory tier at {root}", hint="check --memory-dir and --namespace")
     return root
 
 
 def owned(root: Path) -> Path:
-    """Returns the root of a memory tier, for commands that write there.
-
-    Raises:
-        ConfigError: The root is another user's, who could not open folders that this command makes there.
-    """
+    """Returns the root of a memory tier for commands that make folders there; raises ConfigError for another user's."""
     owner = root.stat().st_uid
     if owner != os.getuid():
         text = f"{root} belongs to user {owner}, and this command runs as user {os.getuid()}; nothing was changed"
@@ -229,11 +217,7 @@ def look_at(root: Path) -> Namespace:
 
 
 def look_at_node(memory_dir: str) -> list[Namespace]:
-    """Looks at the memory of all namespaces of this user on this node.
-
-    Raises:
-        ConfigError: The folder does not exist.
-    """
+    """Looks at the memory of all namespaces of this user on this node; raises as :func:`all_roots`."""
     found: list[Namespace] = []
     for root in all_roots(memory_dir):
         # A folder that is cleaned away during the look is gone.
@@ -312,15 +296,14 @@ def to_flush(
 ) -> list[HeldSave]:
     """Chooses the saves that have to be on the durable tier, the newest first; some may be there already. Pure.
 
+    By default: for each durable tier and payload, the saves that training can resume from, down to the newest one that
+    is complete here; parts of newer ones may be on other nodes. With each save, all of its unit.
+
     Args:
         own: This node's own parts.
         name: Only the newest save of this name, which may be given as a path or URL below its durable tier.
         everything: All saves.
         without: Units that are not to be chosen.
-
-    Returns:
-        By default: for each durable tier and payload, the saves that training can resume from, down to the newest one
-        that is complete here; parts of newer ones may be on other nodes. With each save, all of its unit.
     """
     saves = [save for save in saves_of(own) if save.unit not in without]
     if everything:

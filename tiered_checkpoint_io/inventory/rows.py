@@ -48,11 +48,7 @@ class DurableCheckpoint:
 
 
 def read(store: Store, name: str) -> DurableCheckpoint:
-    """Looks for one checkpoint.
-
-    Raises:
-        StoreError: The tier could not be read.
-    """
+    """Looks for one checkpoint; raises StoreError if the tier could not be read."""
     try:
         return DurableCheckpoint(name, read_manifest(store, name))
     except (CorruptCheckpointError, ConfigError, StoreError) as error:
@@ -81,12 +77,7 @@ def read_all(store: Store, view: DurableView | None = None, clock: Clock = SYSTE
 
 
 def checkpoints(store: Store, view: DurableView | None = None, clock: Clock = SYSTEM) -> list[DurableCheckpoint]:
-    """Returns all checkpoints of a tier, by name.
-
-    Raises:
-        CheckpointNotFoundError: The directory does not exist, or there is no object at all below the URL.
-        StoreError: The tier could not be read.
-    """
+    """Does :func:`read_all`; raises CheckpointNotFoundError if there is no directory, or no object below the URL."""
     found = read_all(store, view, clock)
     if not found and not _exists(store):
         raise CheckpointNotFoundError(
@@ -103,14 +94,8 @@ def newer(found: Sequence[DurableCheckpoint]) -> CorruptCheckpointError | None:
 def resumable(found: Sequence[DurableCheckpoint], held: Iterable[StoredPart] = ()) -> list[Candidate]:
     """Returns the checkpoints that training can resume from, the latest save first, by the engine's own choice.
 
-    A name that is being overwritten counts as its old checkpoint.
-
-    Args:
-        found: All that the durable tier has.
-        held: Parts of it in this node's memory.
-
-    Raises:
-        CorruptCheckpointError: See :func:`newer`; a restart is refused as well.
+    A name that is being overwritten counts as its old checkpoint. ``held`` has parts in this node's memory. Raises the
+    error of :func:`newer`: a restart is refused as well.
     """
     error = newer(found)
     if error is not None:
@@ -361,13 +346,7 @@ class Tiers:
     def look(self, store: Store | None) -> Look:
         """Looks at both tiers, at memory first: a checkpoint committed in between is seen twice, and not missed.
 
-        Args:
-            store: The durable tier; None to look only at memory.
-
-        Raises:
-            CheckpointNotFoundError: There is no checkpoint at all at this dirpath.
-            ConfigError: There is no such folder of node memory.
-            StoreError: The durable tier could not be read.
+        ``store`` is None to look only at memory. Raises as :func:`checkpoints` and :func:`all_roots`.
         """
         node = look_at_node(self._memory_dir) if self._memory_dir is not None else []
         if store is None:
@@ -426,9 +405,6 @@ def details_of(name: str, look: Look, store: Store | None) -> list[Details]:
     """Returns all saves of a name, the latest first: one may be on the durable tier, and a later one in memory.
 
     ``store`` is the durable tier, from which the index of a checkpoint of several parts is read; None not to.
-
-    Raises:
-        StoreError: The durable tier could not be read.
     """
     rows = look.checkpoints
     meant = [row for row in rows if (row.is_latest if name == ids.LATEST else row.name == name)]
