@@ -57,12 +57,12 @@ def save(job, seed, **more):
         def fail(*_, **__):
             raise OSError("this rank's memory is gone")
 
-        mine._shared.session.open().tier.commit = fail
+        mine.session.open().tier.commit = fail
     try:
         dcp.save(sharded(seed, rows), checkpoint_id=f"step_{seed}", storage_writer=mine, planner=planner)
     finally:
         if broken == dist.get_rank():
-            del mine._shared.session.open().tier.commit
+            del mine.session.open().tier.commit
     dist.barrier()
     return described(mine)
 
@@ -160,7 +160,7 @@ def save_behind(job, seed, fails=None, **more):
 
     rows = more.pop("rows", ROWS)
     mine, state = writer(job, **more), sharded(seed, rows)
-    tier = mine._shared.session.open().tier
+    tier = mine.session.open().tier
 
     def fail(*_, **__):
         raise OSError("this rank's memory is gone")

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from tiered_checkpoint_io.adapters import pinned_reads
 from tiered_checkpoint_io.adapters.calls import dcp_arguments
-from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, close_shared, settings_of, shared_of
+from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, close_shared, settings_of
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.chunks import Span, Target, merged
 from tiered_checkpoint_io.engine.ranks import coordination
@@ -203,7 +203,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         note_restore(session, opened, self.tier, self._began)
         session.save_ids.follow(opened.newest_save_id)
         if opened.save_id:
-            self._shared.saver.is_complete(opened.name, opened.save_id, opened.step)
+            self.saver.is_complete(opened.name, opened.save_id, opened.step)
         session.take_up()
         future: Future[None] = Future()
         future.set_result(None)
@@ -232,10 +232,6 @@ class TieredStorageReader(OverTiers, StorageReader):
             self.release()
 
     # ----------------------------------------------------------------------------------- inside
-    @property
-    def _shared(self) -> Shared:
-        return shared_of(self.settings)
-
     def _warn_of_empty(self, state: Any, name: str) -> None:
         """Warns of entries that are not loaded because they have no target: DCP itself says nothing."""
         assert self._metadata is not None

@@ -188,25 +188,26 @@ def _here() -> str:
 
 
 # ----------------------------------------------------------------------------------------- sessions
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """The session and saver that all writers and readers of one configuration share in a process."""
-
-    session: Session
-    saver: CoordinatedSaver
-
-
 class OverTiers:
-    """Base of writers and readers, which share the session of their configuration in this process."""
+    """Base of writers and readers, which share the saver and session of their configuration in this process."""
+
+    settings: Settings
+    #: The saver, if it is not that of the configuration.
+    _own_saver: CoordinatedSaver | None = None
+    #: The newest save that another process had seen, if that one has made this object.
+    _newest_seen: str | None = None
 
     @property
-    def _shared(self) -> Shared:
-        raise NotImplementedError
+    def saver(self) -> CoordinatedSaver:
+        """The saver of this process' parts of checkpoints."""
+        saver = self._own_saver or shared_of(self.settings)
+        saver.session.save_ids.follow(self._newest_seen)
+        return saver
 
     @property
     def session(self) -> Session:
         """Both tiers, as this process uses them: ``progress``, ``wait``, ``poll``, counters."""
-        return self._shared.session
+        return self.saver.session
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -214,39 +215,36 @@ class OverTiers:
         return isinstance(checkpoint_id, str | os.PathLike) and bool(os.fspath(checkpoint_id))
 
 
-_shared: dict[tuple[int, TieredCheckpointConfig], Shared] = {}
+_shared: dict[tuple[int, TieredCheckpointConfig], CoordinatedSaver] = {}
 
 
-def shared_of(settings: Settings) -> Shared:
-    """Returns the session of a configuration in this process: slots and connections outlive a single writer."""
+def shared_of(settings: Settings) -> CoordinatedSaver:
+    """Returns the saver of a configuration in this process: its slots and connections outlive a single writer."""
     # A forked child has its parent's dictionary, but must not touch its slots.
     key = (os.getpid(), settings.config)
-    shared = _shared.get(key)
-    if shared is None:
-        session = Session(settings.config, logger=settings.logger)
-        shared = _shared[key] = Shared(session, CoordinatedSaver(session))
+    saver = _shared.get(key)
+    if saver is None:
+        saver = _shared[key] = CoordinatedSaver(Session(settings.config, logger=settings.logger))
         if len(_shared) == 1:
             atexit.register(_release)
     elif settings.logger is not None:
-        config = settings.config
-        rank = (shared.session.log.extra or {}).get("rank", 0)
-        shared.session.log = get_logger(
-            config.namespace, rank=int(str(rank)), log_dir=config.log_dir, logger=settings.logger
-        )
-    return shared
+        config, session = settings.config, saver.session
+        rank = (session.log.extra or {}).get("rank", 0)
+        session.log = get_logger(config.namespace, rank=int(str(rank)), log_dir=config.log_dir, logger=settings.logger)
+    return saver
 
 
 def close_shared(settings: Settings) -> None:
     """Waits for queued work of a configuration, shows background errors once, and frees everything."""
-    shared = _shared.pop((os.getpid(), settings.config), None)
-    if shared is not None:
+    saver = _shared.pop((os.getpid(), settings.config), None)
+    if saver is not None:
         try:
-            shared.saver.close()
+            saver.close()
         finally:
-            shared.session.close()
+            saver.session.close()
 
 
 def _release() -> None:
-    for (pid, _), shared in list(_shared.items()):
+    for (pid, _), saver in list(_shared.items()):
         if pid == os.getpid():
-            shared.session.release()
+            saver.session.release()

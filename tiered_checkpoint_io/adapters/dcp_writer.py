@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
 from tiered_checkpoint_io.adapters.calls import DcpArguments, dcp_arguments, show_failures, was_shown
-from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Settings, Shared, close_shared, settings_of, shared_of
+from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Settings, close_shared, settings_of
 from tiered_checkpoint_io.adapters.planner import CheckingSavePlanner, KindsCheck, local_of
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.run import current_rank
-from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, expect_facts, vote, warn_at_first_save
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.saver import PartSave
@@ -180,7 +179,6 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self._path = path
         self._require_step = require_step
         check_positive("thread_count", thread_count)
-        self._newest_seen: str | None = None
         if step is not None:
             ids.locate(self.settings.config.dirpath, path, step)
         if save_to_s3:
@@ -329,7 +327,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
     # ------------------------------------------------------------------------------------- ours
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> Settings:  # type: ignore[override]
         """The settings of the newest save, or of the writer's start."""
         return self._save.settings
 
@@ -352,11 +350,6 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         located = self._save.located
         assert located is not None
         return located
-
-    @property
-    def saver(self) -> CoordinatedSaver:
-        """The saver of this process' parts of checkpoints."""
-        return self._shared.saver
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until all that this node has queued is on the durable tier; see :meth:`Session.wait`."""
@@ -403,12 +396,6 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             self.session.count_failure(name, step, error)
             self.session.log.error("%s%s %s failed: %s", of_step(step), what, name, error)
             raise
-
-    @property
-    def _shared(self) -> Shared:
-        shared = shared_of(self.settings)
-        shared.session.save_ids.follow(self._newest_seen)
-        return shared
 
     def _write(self, save: Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         settings, rank = save.settings, save.rank

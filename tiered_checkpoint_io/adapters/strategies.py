@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from tiered_checkpoint_io.adapters import dcp
 from tiered_checkpoint_io.adapters.calls import as_save_error, first_failure, save_planner
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
-from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.dcp_writer import Save, TieredStorageWriter
 from tiered_checkpoint_io.adapters.lightning import (
     AsyncCheckpointIO,
@@ -66,25 +65,12 @@ else:
 MODEL_KEYS = ("state_dict", "model")
 
 
-class _OfStrategy:
-    """Writes or reads one checkpoint, through the session of a strategy's checkpoint IO. Used once."""
-
-    _of_strategy: Shared
-
-    @property
-    def _shared(self) -> Shared:
-        return self._of_strategy
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: the checkpoint was named before."""
-
-
-class StrategyWriter(_OfStrategy, TieredStorageWriter):
+class StrategyWriter(TieredStorageWriter):
     """Writes one checkpoint of a strategy."""
 
     def __init__(
         self,
-        shared: Shared,
+        saver: CoordinatedSaver,
         located: ids.Located,
         *,
         durable: bool,
@@ -96,23 +82,26 @@ class StrategyWriter(_OfStrategy, TieredStorageWriter):
         overlapped: Overlapped | None = None,
     ) -> None:
         """Takes the small file, on rank 0, as ``rest``."""
-        super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
-        self._of_strategy = shared
+        super().__init__(saver.session.config, save_to_s3=durable, wait=wait, require_step=False)
+        self._own_saver = saver
         self._save = self._of_thread.save = Save(self.settings, located)
         self.extra = (ids.REST, rest) if rest is not None else None
         self.facts, self.failed = facts, failed
         self.seals_in_background, self.overlapped = seals_in_background, overlapped
 
 
-class StrategyReader(_OfStrategy, TieredStorageReader):
+class StrategyReader(TieredStorageReader):
     """Reads the checkpoint that a strategy was asked for."""
 
-    def __init__(self, shared: Shared, dirpath: str, selector: Selector) -> None:
-        super().__init__(shared.session.config)
-        self._of_strategy = shared
+    def __init__(self, saver: CoordinatedSaver, dirpath: str, selector: Selector) -> None:
+        super().__init__(saver.session.config)
+        self._own_saver = saver
         self.settings = self.settings.at(dirpath)
         self.selector = selector
         self._chosen: Metadata | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Does nothing: the checkpoint was named before."""
 
     def choose(self) -> None:
         """Chooses the checkpoint, with all ranks, before DCP is involved, which makes much of every error."""
@@ -247,12 +236,12 @@ class TieredSharding(_Base):
         return require_tiered_io(self, type(self).__name__)
 
     @property
-    def _shared(self) -> Shared:
+    def _saver_here(self) -> CoordinatedSaver:
         session = self._tiered_io.checkpointer.session
-        if self._saver is None or self._saver._session is not session:
+        if self._saver is None or self._saver.session is not session:
             # In a forked process, the session is another one.
             self._saver = CoordinatedSaver(session, one_series=True)
-        return Shared(session, self._saver)
+        return self._saver
 
     def may_overlap(self) -> CoordinatedSaver | None:
         """Returns the saver whose captures may overlap training; every rank calls this.
@@ -303,14 +292,14 @@ class TieredSharding(_Base):
             session.failed(name, step, late, shared=True)
             return
         self._show()
-        shared, is_async = self._shared, isinstance(self.checkpoint_io, AsyncCheckpointIO)
-        state, begun, pickled, failed = self._take(checkpoint, shared.saver, is_async=is_async)
+        saver, is_async = self._saver_here, isinstance(self.checkpoint_io, AsyncCheckpointIO)
+        state, begun, pickled, failed = self._take(checkpoint, saver, is_async=is_async)
         resumable, is_durable = self._tiered_io.is_resumable(checkpoint, path), "durable" in tiers
         rated = Metric(*metric) if metric is not None else None
         # Training waits for this method, so an overlapped save makes its writer in the background.
         writer = functools.partial(
             StrategyWriter,
-            shared,
+            saver,
             ids.Located(session.dirpath, name, step),
             durable=is_durable,
             wait=may_wait and is_durable and not is_async,
@@ -430,7 +419,7 @@ class TieredSharding(_Base):
         before = session.asked.get("bytes.down", 0)
         dirpath, selector = engine.select(path)
         self._tiered_io.found_nothing = False
-        reader = StrategyReader(self._shared, dirpath, selector)
+        reader = StrategyReader(self._saver_here, dirpath, selector)
         try:
             reader.choose()
         except RestoreError as error:
@@ -550,4 +539,4 @@ class TieredModelParallelStrategy(TieredSharding, ModelParallelStrategy):
         if not self._saves_shards:
             return None
         self._save_group = self._save_group or dist.new_group(backend="gloo")
-        return self._shared.saver
+        return self._saver_here

@@ -333,6 +333,11 @@ class Saver:
         self._why_eager = why_eager
         self.overlap: Overlap | None = None
 
+    @property
+    def session(self) -> Session:
+        """Both tiers."""
+        return self._session
+
     def may_overlap(self) -> bool:
         """Returns True if the next save may overlap training; if not, logs the reason once."""
         if self.overlap is None:
