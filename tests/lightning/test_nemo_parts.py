@@ -10,9 +10,8 @@ from support.training import Model, Runs, durable
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
-from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
+from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector, Rules
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
-from tiered_checkpoint_io.nemo.layouts import Rules
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.nemo.layouts import Rules, choose, complete_checkpoints
+from tiered_checkpoint_io.nemo.connector import Rules, choose, complete_checkpoints
 
 DIRPATH = "s3://bucket/run"
 

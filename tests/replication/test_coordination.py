@@ -13,7 +13,7 @@ from support.failing import failing
 from support.restoring import SMALL, in_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tiered_checkpoint_io.adapters.calls import shard_role_of
+from tiered_checkpoint_io.adapters import calls
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.coordination import (
@@ -123,11 +123,11 @@ def test_a_rank_that_is_in_none_of_the_groups_it_gives_is_told_so():
     with rank_0():
         for replicas in (None, [0]):
             with pytest.raises(ConfigError, match="this rank is not in the process group"):
-                shard_role_of(outside, replicas, None)
+                calls.Ranks(outside, replicas).shard_role()
         for replicas in (outside, []):
             with pytest.raises(ConfigError, match=r"the replication group has ranks \[\], not 0"):
-                shard_role_of(None, replicas, None)
-        assert shard_role_of(None, [0, 0], None).writes
+                calls.Ranks(None, replicas).shard_role()
+        assert calls.Ranks(None, [0, 0]).shard_role().writes
 
 
 LO, DOCKER = Interface("lo", "127.0.0.1"), Interface("docker0", "172.17.0.1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -31,16 +31,13 @@ def world() -> Any:
 
 
 class DcpArguments(NamedTuple):
-    """Arguments of DCP's functions that it does not pass to a writer or reader.
+    """Arguments of DCP's functions that it does not pass to a writer or reader."""
 
-    Attributes:
-        alone: True if only this process takes part.
-        process_group: The ranks that take part.
-        in_background: True if DCP's ``async_save`` saves, in a thread or process of its own.
-    """
-
+    #: True if only this process takes part.
     alone: bool
+    #: The ranks that take part.
     process_group: Any
+    #: True if DCP's ``async_save`` saves, in a thread or process of its own.
     in_background: bool
 
 
@@ -54,13 +51,72 @@ class Ranks(NamedTuple):
 
     @property
     def are_alone(self) -> bool:
-        """Returns whether this process saves or loads without others."""
+        """True if this process saves or loads without others."""
         return self.no_dist or world() is None
 
     @property
     def coordinator(self) -> int:
-        """The coordinator's rank in the group; see :func:`rank_in_group`."""
-        return 0 if self.are_alone else rank_in_group(self.process_group, self.coordinator_rank)
+        """The coordinator's rank in its group, as DCP wants it; no other rank is asked.
+
+        A global rank of the group counts as such, as in SMP and torch.distributed; any other as a rank in the group, as
+        in DCP.
+        """
+        coordinator = self.coordinator_rank
+        if coordinator is None or self.are_alone:
+            return 0
+        ranks = dist.get_process_group_ranks(self.process_group or world())
+        if coordinator in ranks:
+            return ranks.index(coordinator)
+        if 0 <= coordinator < len(ranks):
+            return coordinator
+        raise ConfigError(
+            f"coordinator_rank is {coordinator}, the process group has ranks {ranks}",
+            operation="save",
+            hint="give the global rank of a member of the group",
+        )
+
+    def shard_role(self) -> ShardRole:
+        """Returns this rank's shard of a local checkpoint, and if this rank saves the shard; asks no other rank.
+
+        The process group holds one state among its ranks, each another shard. With a replication group, the default is
+        the ranks with this rank's place in their groups; ``coordinator_rank`` is then the global rank that saves.
+
+        Raises:
+            ConfigError: The groups do not define a shard.
+        """
+        process_group, replication_group, writer = self[:3]
+        if self.are_alone:
+            return ShardRole()
+        if process_group is not None and not ranks_of(process_group):
+            raise ConfigError(
+                "this rank is not in the process group",
+                operation="save",
+                rank=dist.get_rank(),
+                hint="only the ranks of a sharding group save and load by it: give each rank the group that it is in",
+            )
+        if replication_group is None:
+            if writer is not None:
+                raise ConfigError(
+                    "coordinator_rank without replication_group",
+                    operation="save",
+                    hint="in a local checkpoint it says which rank of a replication group saves: give that group as"
+                    " replication_group=, and the sharding group, if any, as process_group=",
+                )
+            return ShardRole(dist.get_rank(process_group), dist.get_world_size(process_group))
+        rank = dist.get_rank()
+        ranks = list(ranks_of(replication_group))
+        saves = min(ranks, default=rank) if writer is None else writer
+        if rank not in ranks or saves not in ranks:
+            raise ConfigError(
+                f"the replication group has ranks {ranks}, not {rank if rank not in ranks else saves}",
+                operation="save",
+                rank=rank,
+                hint="each rank gives the group that it is in, and coordinator_rank as a global rank of it",
+            )
+        if process_group is not None:
+            return ShardRole(dist.get_rank(process_group), dist.get_world_size(process_group), rank == saves)
+        shard, degree = _in_regular_layout(ranks)
+        return ShardRole(shard, degree, rank == saves)
 
 
 def dcp_arguments(*functions: str) -> DcpArguments | None:
@@ -104,14 +160,6 @@ def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]
     return ranks, failures[0] if failures else error
 
 
-def prepared(by: Callable[[Any], Any], state: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
-    """Returns the result of a function on a state, or its error: the other ranks wait for each one to save."""
-    try:
-        return by(state), None
-    except Exception as error:
-        return {}, as_save_error(error)
-
-
 def as_save_error(error: Exception) -> TieredCheckpointError:
     """Makes an error of the state's own code one that survives a pickle, on its way to the other ranks."""
     if isinstance(error, TieredCheckpointError):
@@ -138,86 +186,10 @@ def save_planner(what: str, process_group: Any = None, *, alone: bool = False) -
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """Returns the global ranks of a group, sorted; none of a group that this rank is not in.
-
-    Args:
-        group: A process group, or global ranks.
-    """
+    """Returns the global ranks of a process group, or given ranks, sorted; none of a group without this rank."""
     if isinstance(group, Sequence) and not isinstance(group, str):
         return tuple(sorted({int(each) for each in group}))
     return () if group == dist.GroupMember.NON_GROUP_MEMBER else tuple(sorted(dist.get_process_group_ranks(group)))
-
-
-def rank_in_group(process_group: Any, coordinator_rank: int | None) -> int:
-    """Returns the coordinator's rank in its group, as DCP wants it; asks no other rank.
-
-    Args:
-        process_group: The ranks that save or load together; None for all.
-        coordinator_rank: A global rank of the group, as in SMP and torch.distributed; otherwise the rank in the group,
-            as in DCP. None for the first.
-
-    Raises:
-        ConfigError: ``coordinator_rank`` is neither.
-    """
-    if coordinator_rank is None or world() is None:
-        return 0
-    ranks = dist.get_process_group_ranks(process_group or world())
-    if coordinator_rank in ranks:
-        return ranks.index(coordinator_rank)
-    if 0 <= coordinator_rank < len(ranks):
-        return coordinator_rank
-    raise ConfigError(
-        f"coordinator_rank is {coordinator_rank}, the process group has ranks {ranks}",
-        operation="save",
-        hint="give the global rank of a member of the group",
-    )
-
-
-def shard_role_of(process_group: Any, replication_group: Any, writer: int | None, *, alone: bool = False) -> ShardRole:
-    """Returns this rank's shard, and whether this rank saves the shard; asks no other rank.
-
-    Args:
-        process_group: The sharding group: ranks that hold one state among them, each another shard. By default all
-            ranks; with a ``replication_group``, the ranks with this rank's place in their groups.
-        replication_group: The ranks that hold the same shard: a process group, or their global ranks.
-        writer: The global rank that saves for the replication group; by default the lowest.
-        alone: True if this process has the whole state.
-
-    Raises:
-        ConfigError: The groups do not define a shard.
-    """
-    if alone or world() is None:
-        return ShardRole()
-    if process_group is not None and not ranks_of(process_group):
-        raise ConfigError(
-            "this rank is not in the process group",
-            operation="save",
-            rank=dist.get_rank(),
-            hint="only the ranks of a sharding group save and load by it: give each rank the group that it is in",
-        )
-    if replication_group is None:
-        if writer is not None:
-            raise ConfigError(
-                "coordinator_rank without replication_group",
-                operation="save",
-                hint="in a local checkpoint it says which rank of a replication group saves: give that group as"
-                " replication_group=, and the sharding group, if any, as process_group=",
-            )
-        return ShardRole(dist.get_rank(process_group), dist.get_world_size(process_group))
-    rank = dist.get_rank()
-    ranks = list(ranks_of(replication_group))
-    saves = min(ranks, default=rank) if writer is None else writer
-    if rank not in ranks or saves not in ranks:
-        raise ConfigError(
-            f"the replication group has ranks {ranks}, not {rank if rank not in ranks else saves}",
-            operation="save",
-            rank=rank,
-            hint="each rank gives the group that it is in, and coordinator_rank as a global rank of it",
-        )
-    if process_group is not None:
-        return ShardRole(dist.get_rank(process_group), dist.get_world_size(process_group), rank == saves)
-    shard, degree = _in_regular_layout(ranks)
-    return ShardRole(shard, degree, rank == saves)
 
 
 def _in_regular_layout(ranks: list[int]) -> tuple[int, int]:
@@ -242,12 +214,6 @@ _KEPT = 32
 class AsyncSave(Future[Any]):
     """A future of one save: done once the checkpoint is durable, or in memory if it is memory-only.
 
-    Args:
-        session: This process's session of the job.
-        name: The checkpoint's name.
-        step: Its training step; -1 if it is not known.
-        groups: The groups that take part in the save: process groups, or global ranks.
-
     Attributes:
         name: The checkpoint's name.
         step: Its training step; -1 if it is not known.
@@ -256,6 +222,7 @@ class AsyncSave(Future[Any]):
     """
 
     def __init__(self, session: Session, name: str, step: int, groups: tuple[Any, ...] = ()) -> None:
+        """Takes the groups that take part as process groups, or as global ranks."""
         super().__init__()
         self.name = name
         self.step = step
@@ -266,15 +233,7 @@ class AsyncSave(Future[Any]):
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Waits for the save's end, and returns its result.
-
-        Args:
-            timeout: Seconds to wait; None for as long as it takes, which ``wait_timeout_s`` bounds.
-
-        Raises:
-            SaveError: The checkpoint did not reach a tier.
-            TimeoutError: The save has not ended within ``timeout``.
-        """
+        """Waits for the save's end, and returns its result, or raises its failure."""
         self.exception(timeout)
         return super().result()
 

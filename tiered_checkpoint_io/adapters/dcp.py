@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from tiered_checkpoint_io.adapters.calls import (
     AsyncSave,
     Ranks,
+    as_save_error,
     first_failure,
-    prepared,
     register,
     save_planner,
-    shard_role_of,
     show_failures,
     world,
 )
@@ -37,7 +36,7 @@ from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore_local
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shards import OpenShards
-from tiered_checkpoint_io.engine.save.facts import ShardRole, check_attempt, warn_at_first_save
+from tiered_checkpoint_io.engine.save.facts import check_attempt, warn_at_first_save
 from tiered_checkpoint_io.engine.save.saver import LocalSaver
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
@@ -46,18 +45,18 @@ from tiered_checkpoint_io.formats.torch_file import plan
 from tiered_checkpoint_io.model import ids
 
 
-def save_local_state(
+def _save_local(
     state_dict: dict[str, Any],
     checkpoint_id: str | os.PathLike[str] | None,
     writer: TieredStorageWriter,
     ranks: Ranks,
-) -> tuple[SaveReport, str | None] | None:
-    """Saves this rank's part of a state, with the arguments of ``dcp.save``.
+) -> tuple[SaveReport | None, str | None]:
+    """Saves this rank's part of a state; returns the report, and the drain's operation that uploads the part, if any.
 
-    Returns None if another rank saves the same, if the save failed and ``on_save_error`` is ``warn``, or if it is
+    There is no report if another rank saves the same, if the save failed and ``on_save_error`` is ``warn``, or if it is
     memory-only and there was no room.
     """
-    role = shard_role_of(*ranks[:3], alone=ranks.no_dist)
+    role = ranks.shard_role()
     writer.reset(checkpoint_id)
     session, located, settings = writer.session, writer.located, writer.settings
     # Also if another rank of its replicas saves: that may be this one the next time.
@@ -81,7 +80,7 @@ def save_local_state(
     if not role.writes:
         surface()
         check_attempt()
-        return None
+        return None, None
     settings.check_world_size(role.degree, writer.checkpoint_id)
 
     def planned() -> Image:
@@ -94,7 +93,7 @@ def save_local_state(
     try:
         durable = settings.is_durable(step, writer.save_to_s3)
         saver = LocalSaver(session, role, name, step, repeat, durable, writer.waits, writer.threads)
-        return saver.save(surface, planned)
+        return saver.save(surface, planned) or (None, None)
     except ConfigError:
         raise
     except Exception as error:
@@ -102,17 +101,17 @@ def save_local_state(
             # This error was logged and counted when it happened.
             raise
         session.failed(name, step, error)
-        return None
+        return None, None
 
 
-def load_local_state(
+def _load_local(
     state_dict: dict[str, Any],
     reader: TieredStorageReader,
-    role: ShardRole,
     checkpoint_id: str | os.PathLike[str] | None,
     ranks: Ranks,
 ) -> None:
     """Loads this rank's shard; all ranks that load call this. The reader's ``opened`` is then its checkpoint."""
+    role = ranks.shard_role()
     reader.reset(checkpoint_id)
     session, config = reader.session, reader.settings.config
     began = session.clock.monotonic()
@@ -199,8 +198,7 @@ def save(
         ranks = Ranks(process_group, replication_group, coordinator_rank, no_dist)
         if not _is_local(kind, planner, replication_group):
             return _save_sharded(state_dict, checkpoint_id, writer, planner, ranks)
-        local = save_local_state(state_dict, checkpoint_id, writer, ranks)
-        return local[0] if local is not None else None
+        return _save_local(state_dict, checkpoint_id, writer, ranks)[0]
     finally:
         writer.wait_option = before
 
@@ -219,7 +217,8 @@ def _save_sharded(
     writer.reset(checkpoint_id)
     if not alone:
         writer.meet_peers(process_group)
-    state, writer.failed = prepared(_plain, state_dict)
+    state, failed = _plain(state_dict)
+    writer.failed = as_save_error(failed) if failed is not None else None
     try:
         # DCP's own save has the first rank coordinate.
         metadata: Metadata = state_dict_saver._save_state_dict(
@@ -255,7 +254,7 @@ def async_save(
     planner: Any = None,
     **options: Any,
 ) -> AsyncSave:
-    """Saves as :func:`save` does, and returns once the state is captured in node memory, before it is durable.
+    """Saves as :func:`save` does, with its arguments, and returns once the state is captured in node memory.
 
     The tensors are copied once, to the files that the upload reads; for kind ``sharded``, DCP's exchanges between the
     ranks take further time. Each rank then hashes its part in the background, at several gigabytes a second and thread,
@@ -264,18 +263,6 @@ def async_save(
 
     A failed upload is shown once: by the future's ``result()``, by :func:`maybe_finalize_async_calls`, or by the next
     save, whichever is first.
-
-    Args:
-        state_dict: As :func:`save` takes it.
-        checkpoint_id: As :func:`save` takes it.
-        storage_writer: As :func:`save` takes it.
-        process_group: As :func:`save` takes it.
-        no_dist: As :func:`save` takes it.
-        coordinator_rank: As :func:`save` takes it.
-        kind: As :func:`save` takes it.
-        replication_group: As :func:`save` takes it.
-        planner: As :func:`save` takes it.
-        options: As :class:`TieredStorageWriter` takes them.
 
     Returns:
         A future with the result of :func:`save`: done once the checkpoint is on the durable tier, or in memory if it is
@@ -296,14 +283,10 @@ def async_save(
     before, writer.seals_in_background = writer.seals_in_background, True
     try:
         if _is_local(kind, planner, replication_group):
-            local = save_local_state(state_dict, checkpoint_id, writer, ranks)
-            if local is not None:
-                saved, op_id = local
-        else:
-            saved = _save_sharded(state_dict, checkpoint_id, writer, planner, ranks)
-            if saved is not None:
-                writer.saver.seal_in_background()
-                sealing, op_id = writer.saver.sealing, writer.saver.op_id
+            saved, op_id = _save_local(state_dict, checkpoint_id, writer, ranks)
+        elif (saved := _save_sharded(state_dict, checkpoint_id, writer, planner, ranks)) is not None:
+            writer.saver.seal_in_background()
+            sealing, op_id = writer.saver.sealing, writer.saver.op_id
     finally:
         writer.seals_in_background = before
     taking_part = tuple(group for group in (process_group or world(), replication_group) if group is not None)
@@ -332,19 +315,10 @@ def load(
     requested by its name, all ranks load the next one.
     ``local``: each rank its shard of one checkpoint; with a ``replication_group``, all ranks of the job together.
 
-    Args:
-        state_dict: The state to load into, with tensors of the saved shapes. After an error, its content is undefined.
-        checkpoint_id: Its name, path or URL; ``tiered:latest`` is the newest complete one of names in no folder, else
-            of the only folder. ``stage1/tiered:latest`` is the newest of that folder. By default the reader's last one,
-            else the newest.
-        storage_reader: The reader; by default one made from ``options``.
-        planner: As DCP takes it; only for ``sharded``.
-        process_group: As :func:`save` takes it.
-        no_dist: As DCP takes it.
-        coordinator_rank: As :func:`save` takes it; ignored for ``local``, because all ranks load.
-        kind: As it was saved.
-        replication_group: As :func:`save` takes it: its ranks load the same file.
-        options: As :class:`TieredStorageReader` takes them.
+    ``state_dict`` has tensors of the saved shapes; after an error, its content is undefined. ``checkpoint_id`` is a
+    name, path or URL; ``tiered:latest`` is the newest complete checkpoint of names in no folder, else of the only
+    folder, and ``stage1/tiered:latest`` the newest of that folder. By default it is the reader's last one, else the
+    newest. Other arguments are as for :func:`save`, and ``options`` as :class:`TieredStorageReader` takes them.
 
     Returns:
         The reader, whose ``opened`` is the loaded checkpoint.
@@ -357,17 +331,13 @@ def load(
     reader = storage_reader or TieredStorageReader(**options)
     ranks = Ranks(process_group, replication_group, coordinator_rank, no_dist)
     if _is_local(kind, planner, replication_group):
-        writer = coordinator_rank if replication_group is not None else None
-        role = shard_role_of(process_group, replication_group, writer, alone=no_dist)
-        load_local_state(state_dict, reader, role, checkpoint_id, ranks)
+        if replication_group is None:
+            ranks = ranks._replace(coordinator_rank=None)
+        _load_local(state_dict, reader, checkpoint_id, ranks)
         return reader
     for _ in range(_MAX_ATTEMPTS):
         reader.reset(checkpoint_id)
-        try:
-            loaded = _plain(state_dict)
-        except Exception as error:
-            # The other ranks would wait for one that does not come.
-            loaded, reader.failed = {}, error
+        loaded, reader.failed = _plain(state_dict)
         try:
             # DCP's own load has the first rank coordinate.
             state_dict_loader._load_state_dict(
@@ -393,10 +363,14 @@ def load(
     raise RestoreError(f"{_MAX_ATTEMPTS} checkpoints in a row are damaged", operation="load", key=reader.checkpoint_id)
 
 
-def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:
-    # In the same order on all ranks, which may meet in it.
-    values = {key: state_dict[key] for key in sorted(state_dict)}
-    return {key: each.state_dict() if _is_stateful(each) else each for key, each in values.items()}
+def _plain(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
+    """Returns the values of stateful objects, or an error: the other ranks would wait for a rank that raised it."""
+    try:
+        # In the same order on all ranks, which may meet in it.
+        values = {key: state_dict[key] for key in sorted(state_dict)}
+        return {key: each.state_dict() if _is_stateful(each) else each for key, each in values.items()}, None
+    except Exception as error:
+        return {}, error
 
 
 def _put(loaded: dict[str, Any], state_dict: dict[str, Any]) -> None:

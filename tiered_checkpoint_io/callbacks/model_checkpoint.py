@@ -135,8 +135,8 @@ class TieredModelCheckpoint(ModelCheckpoint):
         if self._links_last:
             self.save_last = True
         self._io: TieredCheckpointIO | None = None
-        #: True if the newest save is on the durable tier, or queued for it; and then its id.
-        self._landed, self._landed_as = False, ""
+        #: On rank 0, the newest save, if it is on the durable tier, or queued for it.
+        self._landed: SaveReport | None = None
         #: On rank 0, paths that are to be deleted once a save has landed.
         self._withheld: list[str] = []
         #: Best checkpoints that never landed: too many saves waited, or the save failed.
@@ -206,7 +206,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
             check_places(self._siblings(trainer), root)
             check_retention([self], io.config.retention)
             # The same step may be another state now.
-            self._last_memory_step, self._last_checkpoint_saved, self._durable_save, self._landed = -1, "", None, False
+            self._last_memory_step, self._last_checkpoint_saved, self._durable_save, self._landed = -1, "", None, None
             EndOfTraining.join(trainer)
         self._io, self._asks_from = io, 0.0
         if stage == "fit" and ids.parse_best_url(self.best_model_path) is not None:
@@ -266,7 +266,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
         if self._naming_last and self._durable_save is not None and self._durable_save[0] == progress_of(trainer):
             # The same state is durable, or queued, under its own name. If that save failed, the old alias stays.
             with failing_together(trainer):
-                if trainer.is_global_zero and self._landed:
+                if trainer.is_global_zero and self._landed is not None:
                     self._alias(filepath, self._durable_save[1])
         else:
             options: dict[str, Any] = {"tiers": ["memory", "durable"]}
@@ -340,14 +340,16 @@ class TieredModelCheckpoint(ModelCheckpoint):
         """Deletes the due checkpoints, if the newest save has landed; all ranks call this."""
         with failing_together(trainer):
             for path in self._due(trainer):
-                self._delete(trainer, path)
+                # If there are retention policies, only they decide.
+                if not self._engine.config.retention:
+                    self._engine.remove(path, replaced_by=self._landed.save_id if self._landed is not None else "")
 
     def _due(self, trainer: Trainer) -> list[str]:
         """Returns the checkpoints to delete once the newest save is committed; on rank 0, which notes them.
 
         For each best checkpoint that never landed, one to be deleted stays; so does the one that was resumed from.
         """
-        if not (trainer.is_global_zero and self._landed):
+        if not trainer.is_global_zero or self._landed is None:
             return []
         # A checkpoint that was saved again under its name, or is outside dirpath (another run's), is not deleted.
         there = [path for path in self._withheld if not self._shows(path) and is_below(path, self._engine.dirpath)]
@@ -356,21 +358,11 @@ class TieredModelCheckpoint(ModelCheckpoint):
         self._withheld = [path for path in there if path not in due]
         return due
 
-    def _delete(self, trainer: Trainer, path: str) -> None:
-        """Deletes a checkpoint that is no longer needed; if there are retention policies, only they decide."""
-        if self._engine.config.retention:
-            return
-        if self._landed_as:
-            self._engine.remove(path, replaced_by=self._landed_as)
-        else:
-            super()._remove_checkpoint(trainer, path)
-
     def _note_saved(self, path: str, report: SaveReport | None, *, among_best: bool) -> None:
         """Takes note on rank 0 of a save that has returned; without a report, of one that failed."""
-        self._landed = report is not None and "durable" in report.tiers
-        self._landed_as = report.save_id if report is not None and report.queued else ""
+        self._landed = report if report is not None and "durable" in report.tiers else None
         self._lost.discard(path)
-        if among_best and not (self._landed or self._landed_as):
+        if among_best and self._landed is None:
             self._lost.add(path)
 
     # ---------------------------------------------------------------------------------- the end

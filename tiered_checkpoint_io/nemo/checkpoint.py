@@ -16,8 +16,8 @@ from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoin
 from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0
 from tiered_checkpoint_io.errors import ConfigError, SaveError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.nemo.connector import step_of
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
-from tiered_checkpoint_io.nemo.layouts import step_of
 from tiered_checkpoint_io.nemo.s3_utils import upload_file
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")

@@ -27,9 +27,8 @@ from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
-from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
+from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector, Rules
 from tiered_checkpoint_io.nemo.io import NEMO_DEFAULTS, NeMoCheckpointIO, S3CheckpointIO
-from tiered_checkpoint_io.nemo.layouts import Rules
 
 #: Keys of NeMo's ``checkpoint_callback_params`` that are no arguments of our callback.
 _NOT_OURS = ("filepath", "model_parallel_size", "async_save", "save_last_n_optim_states")

@@ -329,14 +329,9 @@ class Saver:
 
     def __init__(self, session: Session, why_eager: str) -> None:
         """Takes the tiers, and the reason that is logged for an eager save."""
-        self._session = session
+        self.session = self._session = session
         self._why_eager = why_eager
         self.overlap: Overlap | None = None
-
-    @property
-    def session(self) -> Session:
-        """Both tiers."""
-        return self._session
 
     def may_overlap(self) -> bool:
         """Returns True if the next save may overlap training; if not, logs the reason once."""
