@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.adapters.optimizers import size_here
-from tiered_checkpoint_io.callbacks.ending import count_epoch_as_it_ended
-from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint, of_ours
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
 from tiered_checkpoint_io.callbacks.places import folder_of
 from tiered_checkpoint_io.callbacks.reporting import say_summary, say_summary_last
@@ -28,7 +27,8 @@ class StrategyGuard(Callback):
     """Looks after any trainer that has our checkpoint IO; Lightning adds it by an entry point.
 
     A stock sharded strategy never asks its checkpoint IO, and would write to a local folder ``./s3:/``: it is refused.
-    Lightning's default ModelCheckpoint is given a place below dirpath. Preflight runs before the first batch.
+    Lightning's default ModelCheckpoint is given a place below dirpath. Preflight runs before the first batch. The end
+    of training is saved before other callbacks replace the weights by averages.
     """
 
     #: See :func:`say_summary_last`.
@@ -41,17 +41,12 @@ class StrategyGuard(Callback):
         self._adopted = False
         #: True if room for a first save is still to be made, and the step that training began with.
         self._prepares, self._began_at = False, 0
+        self._has_trained = self._has_ended = False
         #: Lightning's own callbacks without a dirpath, if nothing is trained.
         self._without_dirpath: list[ModelCheckpoint] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses saves that would bypass our checkpoint IO; claims the dirpath; starts the drain, and replication.
-
-        Raises:
-            ConfigError: A strategy or ModelCheckpoint bypasses it; or there are fewer machines than
-                ``replication_factor``; or OnExceptionCheckpoint can't save to its path; or another run writes there.
-            StoreError, ConfigError, MemoryTierError: Errors of :func:`preflight`, on all ranks.
-        """
+        """Refuses saves that would bypass our checkpoint IO; claims the dirpath; starts the drain, and replication."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
             return
@@ -64,6 +59,9 @@ class StrategyGuard(Callback):
         if stage != "fit":
             self._without_dirpath = [each for each in stock if not each.dirpath]
             return
+        self._has_trained = self._has_ended = False
+        # Before other callbacks in each hook. Not in place: Lightning goes through this list just now.
+        trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]  # type: ignore[attr-defined]
         for callback in stock:
             _place(callback, trainer, io)
             self._adopted = True
@@ -77,6 +75,26 @@ class StrategyGuard(Callback):
         if io.config.replication_factor > 1:
             # All ranks are here, on the threads that train; of a full checkpoint, only rank 0 saves later.
             session.meet_peers()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Makes the strategy's teardown save the restored state, if nothing is left to train.
+
+        Lightning calls no hook between the restore and that teardown, which may move a sharded module.
+        """
+        strategy: Any = trainer.strategy
+
+        def teardown() -> None:
+            vars(trainer.strategy).pop("teardown", None)
+            has_restored = trainer.ckpt_path is not None and trainer.state.status == TrainerStatus.RUNNING
+            ends = of_ours(trainer) if has_restored and not self._has_trained else []
+            for each in ends:
+                each._begin_training(trainer)
+            for each in ends:
+                each._save_what_is_in_memory_alone(trainer)
+            strategy.teardown()
+
+        if of_ours(trainer):
+            strategy.teardown = teardown
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Counts the epoch as it was left; notes in the IO if training can't resume from the next save.
@@ -94,6 +112,7 @@ class StrategyGuard(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Warns on rank 0: of parts that a resume leaves out, and of checkpoints that ``fit`` did not resume from."""
+        self._has_trained = True
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
             return
@@ -149,8 +168,11 @@ class StrategyGuard(Callback):
             self._prepares = False
             io.checkpointer.prepare(size_here(trainer.lightning_module, trainer.optimizers))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Notes that averaging callbacks replace the weights by their averages from here on."""
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves the end; notes that averaging callbacks replace the weights by their averages from here on."""
+        self._has_ended = True
+        for each in of_ours(trainer):
+            each._save_end(trainer, pl_module)
         if (io := tiered_io_of(trainer.strategy.checkpoint_io)) is not None:
             io.holds_other_weights = bool(of_classes(trainer, "WeightAveraging")) or any(
                 each._average_model is not None and (each._max_epochs == -1 or trainer.current_epoch > each.swa_end)
@@ -160,12 +182,12 @@ class StrategyGuard(Callback):
     # A long validation is no silence.
     on_validation_batch_end = on_train_batch_end  # type: ignore[assignment]
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Refuses an evaluation without a checkpoint, if training would start from scratch.
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        for each in of_ours(trainer):
+            each._is_validating = False
 
-        Raises:
-            CheckpointNotFoundError: There is none.
-        """
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Refuses an evaluation without a checkpoint, if training would start from scratch."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None or trainer.state.fn == TrainerFn.FITTING:
             return
@@ -185,9 +207,18 @@ class StrategyGuard(Callback):
         say_summary_last(trainer, self, exception)
         self._end(trainer, exception)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Logs the tiers of the newest checkpoints, once the IO has waited for uploads."""
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Saves a training that has left a batch; logs the tiers of the newest checkpoints.
+
+        By this hook Lightning's tuner ends its trials, and NeMo's time limit a training, without ``on_train_end``.
+        """
+        vars(trainer.strategy).pop("teardown", None)
         if stage == "fit":
+            # No teardown follows an exception.
+            if self._has_trained and not self._has_ended and trainer.state.status == TrainerStatus.RUNNING:
+                self._has_ended = True
+                for each in of_ours(trainer):
+                    each._save_where_it_left(trainer, pl_module)
             say_summary(trainer)
             self._end(trainer)
         else:
@@ -208,6 +239,24 @@ class StrategyGuard(Callback):
             self._recording.end(trainer.global_step, io.checkpointer.session, exception)
 
 
+def count_epoch_as_it_ended(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Makes a checkpoint not count an epoch that training leaves halfway, as at ``max_time``.
+
+    Lightning counts it before ``on_train_epoch_end``; a run that resumed from that would never train the rest of it.
+    """
+    progress: Any = trainer.fit_loop.epoch_progress
+    epoch_loop = trainer.fit_loop.epoch_loop
+    is_counted = progress.current.processed == progress.current.ready > 0
+    # A loop that is not done has run out of batches before the length that its loader has named.
+    if not is_counted or epoch_loop.batch_progress.is_last_batch or not epoch_loop.done:
+        return
+    saved = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    for counts in (saved["current"], saved["total"]):
+        counts["processed"] -= 1
+        counts["completed"] = min(counts["completed"], counts["processed"])
+    checkpoint["epoch"] = saved["current"]["completed"]
+
+
 def ensure_guard(trainer: Trainer) -> None:
     """Adds the guard to a trainer that was made before anything of ours was imported."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -224,11 +273,7 @@ def _count_as_last(trainer: Trainer, io: TieredCheckpointIO) -> None:
 
 
 def _place(callback: ModelCheckpoint, trainer: Trainer, io: TieredCheckpointIO) -> None:
-    """Turns Lightning's own ModelCheckpoint into ours, the same object: the user may ask it for its best path.
-
-    Raises:
-        ConfigError: Its dirpath is not below the IO's.
-    """
+    """Turns Lightning's own ModelCheckpoint into ours, the same object: the user may ask it for its best path."""
     root, folder = io.config.dirpath, folder_of(callback.dirpath, io.config.dirpath)
     if folder is None:
         raise ConfigError(

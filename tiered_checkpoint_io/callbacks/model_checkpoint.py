@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -18,7 +18,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, FreshStart, TieredCheckpointIO, require_tiered_io
-from tiered_checkpoint_io.callbacks.ending import NAME, EndOfTraining, Resumable, is_in_memory_alone, progress_of
 from tiered_checkpoint_io.callbacks.places import SentinelFileSystem, check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import log_drain, log_save, notify_loggers, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import (
@@ -28,13 +27,12 @@ from tiered_checkpoint_io.callbacks.trainer import (
     is_below,
     of_rank_0,
     on_rank_0,
-    save_together,
     trained_weights,
 )
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, passes, tiers_for_step
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.save.facts import last_saves
-from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError
+from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping, check_positive, refuse_keys_of_others
@@ -48,6 +46,28 @@ _TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
 _REST = 10
 #: The key that our state has, and Lightning's has not.
 _WITHHELD = "withheld"
+#: The name of the checkpoint of the end of training below dirpath, without its ending; the next one replaces it. NeMo
+#: takes names that end in "end" for the mark of a training that must not continue.
+_END_NAME = "end_of_training"
+
+
+class Resumable(NamedTuple):
+    """The newest steps that a callback has saved and that training can resume from; -1 for none."""
+
+    #: In any tier; and on the durable tier, or queued for it.
+    saved: int = -1
+    durable: int = -1
+
+    def after(self, step: int, report: SaveReport | None) -> Resumable:
+        """Counts a save of a whole training state; without a report, one that failed."""
+        if report is None:
+            return self
+        return Resumable(step, step if "durable" in report.tiers else self.durable)
+
+
+def progress_of(trainer: Trainer) -> tuple[int, int]:
+    """Returns the step, and the batches that are completed: NeMo counts the one that ends before it saves "last"."""
+    return trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.current.completed
 
 
 class TieredModelCheckpoint(ModelCheckpoint):
@@ -203,11 +223,10 @@ class TieredModelCheckpoint(ModelCheckpoint):
         dirpath = root if self.dirpath is None else str(self.dirpath)
         check_dirpath(trainer, dirpath, root)
         if stage == "fit":
-            check_places(self._siblings(trainer), root)
+            check_places(of_ours(trainer), root)
             check_retention([self], io.config.retention)
             # The same step may be another state now.
             self._last_memory_step, self._last_checkpoint_saved, self._durable_save, self._landed = -1, "", None, None
-            EndOfTraining.join(trainer)
         self._io, self._asks_from = io, 0.0
         if stage == "fit" and ids.parse_best_url(self.best_model_path) is not None:
             self.best_model_path = ""
@@ -247,7 +266,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
         self._is_validating = trainer.state.fn == TrainerFn.FITTING
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        # EndOfTraining has saved by now.
+        # The guard has saved the end by now.
         if trainer.is_global_zero:
             # The IO's teardown shows unfinished work, and the next start takes it up.
             with contextlib.suppress(DrainError):
@@ -267,7 +286,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
             # The same state is durable, or queued, under its own name. If that save failed, the old alias stays.
             with failing_together(trainer):
                 if trainer.is_global_zero and self._landed is not None:
-                    self._alias(filepath, self._durable_save[1])
+                    self._engine.alias(filepath, self._durable_save[1], copy=not self._links_last)
         else:
             options: dict[str, Any] = {"tiers": ["memory", "durable"]}
             value = self._monitor_candidates(trainer).get(self.monitor) if self.monitor is not None else None
@@ -354,7 +373,8 @@ class TieredModelCheckpoint(ModelCheckpoint):
         # A checkpoint that was saved again under its name, or is outside dirpath (another run's), is not deleted.
         there = [path for path in self._withheld if not self._shows(path) and is_below(path, self._engine.dirpath)]
         count = max(0, len(there) - sum(map(self._shows, self._lost)))
-        due = [path for path in there[:count] if not self._is_restored(path)]
+        restored = self._engine.restored
+        due = [path for path in there[:count] if restored is None or path != restored.url]
         self._withheld = [path for path in there if path not in due]
         return due
 
@@ -417,7 +437,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
         """Saves a training that has left a batch; all ranks call this."""
         if self._has_stepped(trainer) and not self._is_validating:
             self._save_end(trainer, module)
-        elif trainer.is_global_zero and is_in_memory_alone(each._resumable for each in self._siblings(trainer)):
+        elif trainer.is_global_zero and self._is_in_memory_alone(trainer):
             self._engine.session.log.warning(
                 "training was ended during accumulated gradients or a validation, and its newest checkpoint is in node"
                 " memory alone; upload it before the node goes: tiered-ckpt flush"
@@ -426,15 +446,15 @@ class TieredModelCheckpoint(ModelCheckpoint):
     def _save_what_is_in_memory_alone(self, trainer: Trainer) -> None:
         wanted = self.save_on_train_end and self._io is not None and self._io.config.save_on_train_end
         if wanted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            missing = is_in_memory_alone(each._resumable for each in self._siblings(trainer))
+            missing = self._is_in_memory_alone(trainer)
             # Rank 0 knows the outcomes of the saves, and each rank its later losses.
             lost = trainer.strategy.reduce_boolean_decision(self._has_lost(), all=False)
             if trainer.strategy.broadcast(missing or lost):
                 with last_saves(self._engine.session):
-                    made = self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
+                    made = self._save_state(trainer, _END_NAME + self.FILE_EXTENSION, "memory", "durable")
                     # A sharded save after one that failed in the background is not made, and the next one is.
                     if trainer.strategy.broadcast(lost and made is None):
-                        self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
+                        self._save_state(trainer, _END_NAME + self.FILE_EXTENSION, "memory", "durable")
 
     def _has_lost(self) -> bool:
         """Returns True if the last durable save has failed since, in the background."""
@@ -450,10 +470,6 @@ class TieredModelCheckpoint(ModelCheckpoint):
             raise ConfigError(f"{type(self).__name__} is used before setup", operation="save")
         return self._io.checkpointer
 
-    def _is_restored(self, path: str) -> bool:
-        restored = self._engine.restored
-        return restored is not None and path == ids.join_url(self._engine.dirpath, restored.name)
-
     def _shows(self, path: str) -> bool:
         """Returns True if the callback names a path; quick even for many names."""
         return path in self.best_k_models or path in (self.best_model_path, self.last_model_path)
@@ -467,7 +483,13 @@ class TieredModelCheckpoint(ModelCheckpoint):
     ) -> SaveReport | None:
         """Saves on all ranks, or raises the same error on all; None if that failed, and on ranks other than 0."""
         session, before = self._engine.session, self._engine.session.last_save
-        save_together(trainer, filepath, options, weights_only=weights_only)
+        with failing_together(trainer):
+            try:
+                trainer.save_checkpoint(filepath, weights_only, storage_options=options)
+            except TieredCheckpointError:
+                # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
+                trainer.strategy.barrier("Trainer.save_checkpoint")
+                raise
         if not trainer.is_global_zero:
             return None
         report = session.last_save if session.last_save is not before else None
@@ -505,14 +527,13 @@ class TieredModelCheckpoint(ModelCheckpoint):
         return any(
             step == each._last_memory_step
             or (step == each._last_global_step_saved and not (whole and each.save_weights_only))
-            for each in self._siblings(trainer)
+            for each in of_ours(trainer)
         )
 
-    def _siblings(self, trainer: Trainer) -> list[TieredModelCheckpoint]:
-        return [each for each in trainer.checkpoint_callbacks if isinstance(each, TieredModelCheckpoint)]
-
-    def _alias(self, filepath: str, target: str) -> None:
-        self._engine.alias(filepath, target, copy=not self._links_last)
+    def _is_in_memory_alone(self, trainer: Trainer) -> bool:
+        """Returns True if the newest step to resume from is not, and will not be, on the durable tier."""
+        known = [each._resumable for each in of_ours(trainer)]
+        return max(each.saved for each in known) > max(each.durable for each in known)
 
     def _look_after(self, trainer: Trainer) -> None:
         """Reads the drain's outcomes, and passes them on to every callback of this kind."""
@@ -520,7 +541,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
         if trainer.is_global_zero:
             outcomes = session.poll()
             log_drain(trainer, outcomes)
-            for each in self._siblings(trainer):
+            for each in of_ours(trainer):
                 each._has_news |= any(outcome.state == "committed" for outcome in outcomes)
                 each._tell_loggers(trainer)
         # After the work: however long it takes, it is not done at every batch.
@@ -533,6 +554,11 @@ class TieredModelCheckpoint(ModelCheckpoint):
         if self._has_news and not any(map(self._engine.session.is_pending, names)):
             self._has_news = False
             notify_loggers(trainer, self)
+
+
+def of_ours(trainer: Trainer) -> list[TieredModelCheckpoint]:
+    """Returns a trainer's callbacks of this kind."""
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, TieredModelCheckpoint)]
 
 
 def from_config(

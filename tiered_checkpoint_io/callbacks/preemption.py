@@ -139,11 +139,7 @@ class Agreement:
             self._group = dist.new_group(backend="gloo", timeout=self._bound)
 
     def at_boundary(self) -> bool:
-        """Returns True to stop here; each rank asks as often as all others, and all get the same answer.
-
-        Raises:
-            RestoreError: A rank has not reached the previous boundary within the bound, or is dead.
-        """
+        """Returns True to stop here; each rank asks as often as all others, and all get the same answer."""
         if self.is_reached:
             return True
         notice = self._notice
@@ -282,11 +278,7 @@ class PreemptionCheckpoint(Callback):
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Handles the signals from here on.
-
-        Raises:
-            ConfigError: The trainer's checkpoint IO is not ours.
-        """
+        """Handles the signals from here on."""
         if stage != "fit":
             return
         self._io = require_tiered_io(trainer.strategy, type(self).__name__)

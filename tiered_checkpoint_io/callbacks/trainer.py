@@ -98,17 +98,6 @@ def all_failed(session: Session, group: Any, error: BaseException) -> bool:
     return True
 
 
-def save_together(trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool) -> None:
-    """Saves on all ranks, or raises the same error on all."""
-    with failing_together(trainer):
-        try:
-            trainer.save_checkpoint(filepath, weights_only, storage_options=options)
-        except TieredCheckpointError:
-            # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
-            trainer.strategy.barrier("Trainer.save_checkpoint")
-            raise
-
-
 def nemo_averages(trainer: Trainer) -> Any:
     """Returns NeMo's EMA callback; None if there is none."""
     return next((each for each in of_classes(trainer, "EMA") if hasattr(each, "save_ema_model")), None)

@@ -14,9 +14,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0
-from tiered_checkpoint_io.errors import ConfigError, SaveError, StoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import ConfigError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.nemo.connector import step_of
+from tiered_checkpoint_io.nemo.connector import known_names, step_of
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.s3_utils import upload_file
 
@@ -137,13 +137,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         """Lists all "last" checkpoints, the newest last: a crash may have left two, and NeMo's have no manifest."""
         engine = self._engine
         pattern = re.compile(re.sub(r"\\\{.*?\\\}", ".*", re.escape(self.CHECKPOINT_NAME_LAST)) + r"\.ckpt\Z")
-        try:
-            names = engine.session.known.all(engine.config.support.durable_timeout_s)
-        except StoreError as error:
-            if error.reason != "unavailable":
-                raise
-            engine.session.log.warning('could not look for the "last" checkpoints of earlier runs: %s', error)
-            names = frozenset()
+        names = known_names(engine.session, 'could not look for the "last" checkpoints of earlier runs: %s')
         paths = {ids.join_url(engine.dirpath, name) for name in names} | {self.last_model_path}
         paths |= {engine.restored.url} if engine.restored is not None else set()
         return sorted((path for path in paths if pattern.match(path.removeprefix(f"{self.dirpath}/"))), key=_progress)

@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.callbacks.trainer import on_rank_0
+from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tiered_checkpoint_io.model import ids
 
@@ -66,10 +67,6 @@ def choose(keys: Iterable[tuple[str, float]], rules: Rules, *, dirpath: str) -> 
 
     Of several called "last", as after a crash, it is the one of the greatest step; a completed training continues from
     its end.
-
-    Raises:
-        ConfigError: The training has completed.
-        CheckpointNotFoundError: There are some, and none of them is complete.
     """
     listed = list(keys)
     complete = complete_checkpoints(listed)
@@ -110,6 +107,17 @@ def _would_resume(key: str) -> bool:
     return key.endswith(_EXTENSION) and not key.startswith(ids.META_PREFIX) and (ids.is_last(key) or _is_end(key))
 
 
+def known_names(session: Session, warning: str) -> frozenset[str]:
+    """Returns the names on the durable tier; none, with a warning, while it does not answer: memory carries the job."""
+    try:
+        return session.known.all(session.config.support.durable_timeout_s)
+    except StoreError as error:
+        if error.reason != "unavailable":
+            raise
+        session.log.warning(warning, error)
+        return frozenset()
+
+
 def step_of(path: str) -> int:
     """Returns the step in a path; -1 without one."""
     step = ids.step_in_name(path)
@@ -146,12 +154,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
         self.trainer.ckpt_path = RESUME
 
     def resume_start(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Loads the checkpoint to resume from, if there is one; errors are the same on all ranks.
-
-        Raises:
-            ConfigError: The training has completed.
-            CheckpointNotFoundError: There is none, and ``resume_ignore_no_checkpoint`` is not set.
-        """
+        """Loads the checkpoint to resume from, if there is one; errors are the same on all ranks."""
         rules = self._rules
         if checkpoint_path != RESUME or rules is None:
             super().resume_start(checkpoint_path, *args, **kwargs)
@@ -177,14 +180,7 @@ def find_checkpoint(io: TieredCheckpointIO, rules: Rules, *, restored: bool) -> 
     """Finds the path to load, if the engine restored no checkpoint; else only checks the rules."""
     dirpath, session = io.config.dirpath, io.checkpointer.session
     if restored:
-        try:
-            names = session.known.all(io.config.support.durable_timeout_s)
-        except StoreError as error:
-            if error.reason != "unavailable":
-                raise
-            # Node memory carries the job while the durable tier does not answer.
-            session.log.warning("could not check whether this training has completed: %s", error)
-            names = frozenset()
+        names = known_names(session, "could not check whether this training has completed: %s")
         check_not_completed(names, rules, dirpath=dirpath)
         return None
     # The engine has found no resumable checkpoint: the rest are weights-only.
