@@ -148,7 +148,7 @@ def test_any_tensor_on_a_device_is_loaded_and_each_byte_is_read_once(config, dev
     loaded = blank(device)
     before = {key: value._version for key, value in loaded.items() if isinstance(value, torch.Tensor)}
     reader = ours.load(loaded, **config)
-    assert reader.tier == tier
+    assert reader.opened.tier == tier
     assert is_step(loaded, 1)
     for key, version in before.items():
         assert loaded[key]._version > version or not loaded[key].numel(), f"autograd must notice that {key} changed"

@@ -201,7 +201,7 @@ def test_tensors_are_loaded_into_other_strides_and_types_as_by_stock_from_each_t
         loaded = targets()
         before = {name: each._version for name, each in loaded.items()}
         reader = ours.load(loaded, **tiers, namespace=namespace)
-        assert reader.tier == tier
+        assert reader.opened.tier == tier
         assert all_content(loaded) == expected
         assert all(loaded[name]._version > before[name] for name in loaded), "autograd must notice the change"
         reader.close()

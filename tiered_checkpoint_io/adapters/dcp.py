@@ -126,7 +126,7 @@ def _load_local(
     found = restore_local(lambda: (tiers_of(session, config), reader.selector), group, role, read)
     content = found.content
     assert content is not None
-    note_restore(session, found, found.tier, began)
+    note_restore(session, found, began)
     session.save_ids.follow(found.newest_save_id or content.save_id)
     reader.opened = OpenShards(
         name=found.name,
@@ -134,6 +134,7 @@ def _load_local(
         content=content,
         rejected=found.rejected,
         newest_save_id=found.newest_save_id,
+        tier=found.tier,
     )
     session.take_up()
 

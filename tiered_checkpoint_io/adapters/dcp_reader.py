@@ -26,7 +26,7 @@ from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.chunks import Span, Target, merged
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, tiers_of
-from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Selector, Tier
+from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Selector
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shards import OpenShards, ShardFiles, open_shards, share_reads
@@ -96,8 +96,6 @@ class TieredStorageReader(OverTiers, StorageReader):
         self._is_first = True
         #: The checkpoint that is, or was last, loaded.
         self.opened: OpenShards | None = None
-        #: The tier from which this node had its bytes.
-        self.tier: Tier = "durable"
         #: Why the last load failed on this rank, if it did.
         self.error: TieredCheckpointError | None = None
         #: Error of this rank before the load began, raised on all ranks.
@@ -137,13 +135,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         return ids.join_url(dirpath, name) if name else dirpath
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Chooses the checkpoint, with all ranks that load, and returns its ``.metadata``.
-
-        Raises:
-            CheckpointNotFoundError: There is no checkpoint.
-            RestoreError: No checkpoint is intact, or they are in several folders and none was named.
-            StoreError: The durable tier could not be read.
-        """
+        """Chooses the checkpoint, with all ranks that load, and returns its ``.metadata``."""
         del args, options
         self._close()
         self.error = None
@@ -174,18 +166,11 @@ class TieredStorageReader(OverTiers, StorageReader):
         return [replace(plan, storage_data=each) for plan, each in zip(plans, shared, strict=True)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads the items of this rank's plan.
-
-        Raises:
-            CorruptCheckpointError: No intact copy of some byte is within reach.
-            StoreError: The durable tier could not be read.
-        """
+        """Reads the items of this rank's plan."""
         opened = self.opened
         if opened is None or opened.files is None or self._metadata is None:
             raise RestoreError("read_data without read_metadata", operation="load")
         session, log = self.session, self.session.log.at_step(opened.step)
-        # If several nodes hold the checkpoint in memory, this node may hold none of it.
-        self.tier = "memory" if opened.files.held else "peer" if opened.scattered else "durable"
         try:
             if self._is_first:
                 self._warn_of_empty(getattr(planner, "original_state_dict", None), opened.name)
@@ -200,7 +185,7 @@ class TieredStorageReader(OverTiers, StorageReader):
             raise
         finally:
             opened.close()
-        note_restore(session, opened, self.tier, self._began)
+        note_restore(session, opened, self._began)
         session.save_ids.follow(opened.newest_save_id)
         if opened.save_id:
             self.saver.is_complete(opened.name, opened.save_id, opened.step)
@@ -408,11 +393,7 @@ class PlanReader:
                     self._tensors[key] = (stored.properties.dtype, tuple(chunk.sizes))
 
     def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Reads only the plan's items, each file's bytes together.
-
-        Raises:
-            CorruptCheckpointError: No intact copy of some byte is within reach.
-        """
+        """Reads only the plan's items, each file's bytes together."""
         reads = pinned_reads.PinnedReads(self._files, self._log)
         for basename, wanted in self._by_file(plan).items():
             direct, rest = _split(wanted, planner)
@@ -483,12 +464,7 @@ def spans_of(metadata: Metadata, plan: LoadPlan) -> dict[str, list[Span]]:
 
 
 def _split(wanted: Sequence[_Wanted], planner: LoadPlanner) -> tuple[list[_Direct], list[_Wanted]]:
-    """Items that are read straight into their tensors, of which no two share a byte, and all others.
-
-    Args:
-        wanted: Items of one file, in the order in which they lie there.
-        planner: Owner of the tensors.
-    """
+    """Items that are read straight into their tensors, of which no two share a byte, and all others."""
     own = DefaultLoadPlanner
     if any(getattr(type(planner), name, None) is not getattr(own, name) for name in _RESOLVING):
         # Such a planner may do anything with the bytes.

@@ -105,9 +105,6 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
         config: In any of its forms.
         options: Single keys that replace keys of ``config``. None counts as a value if it is one; of a key for which it
             is none, as if it were not given.
-
-    Raises:
-        ConfigError: A key or value is not allowed.
     """
     refuse_keys_of_others(options, "tiered_checkpoint_io.dcp", _NOT_OURS)
     given = {key: value for key, value in options.items() if value is not None or key in _NULLABLE}

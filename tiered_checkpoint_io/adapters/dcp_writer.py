@@ -36,13 +36,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig, check_posi
 
 
 class PlannedFile(NamedTuple):
-    """A rank's file.
-
-    Attributes:
-        image: The file.
-        indexes: DCP's index of each item, in their order.
-        placed: Place of each item in the file.
-    """
+    """A rank's file."""
 
     image: Image
     indexes: Sequence[MetadataIndex]
@@ -55,8 +49,7 @@ class FileLayout:
     def __init__(self, plan: SavePlan, ordered: Sequence[WriteItem], data: Sequence[Item]) -> None:
         """Takes a plan, and its items in the file's order: objects come first.
 
-        Raises:
-            ValueError: Later files can't be planned from this one.
+        Raises ValueError if later files can't be planned from this one.
         """
         self.plan = plan
         count = sum(item.type == WriteItemType.BYTE_IO for item in ordered)
@@ -66,12 +59,7 @@ class FileLayout:
         self._row = TensorRow([each for each in data[count:] if isinstance(each, torch.Tensor)])
 
     def file(self, objects: Sequence[bytes], state: Mapping[str, Any]) -> PlannedFile:
-        """Returns the file of the same items with other contents.
-
-        Args:
-            objects: The bytes of the objects.
-            state: A flattened state, of the structure that the plan was made for.
-        """
+        """Returns the file of the same items, with other objects and a flattened state of the same structure."""
         image, placed = self._row.plan(objects, [local_of(state[key]) for key in self._keys])
         return PlannedFile(image, self._indexes, placed)
 
@@ -186,11 +174,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
     # ------------------------------------------------------------------------------------ DCP's
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Names the checkpoint that this thread saves next; see ``StorageWriter.reset``.
-
-        Raises:
-            ConfigError: Neither a step nor a path with a step; or a name that is not allowed.
-        """
+        """Names the checkpoint that this thread saves next; see ``StorageWriter.reset``."""
         if checkpoint_id is not None:
             self._path = checkpoint_id
         # The user's object may have other values for each later save.
@@ -241,11 +225,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         return ids.join_url(located.dirpath, located.name) if located is not None else None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Takes this rank's role.
-
-        Raises:
-            ConfigError: ``use_collectives`` is false.
-        """
+        """Takes this rank's role."""
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
                 "use_collectives=False",
@@ -256,12 +236,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         save.rank, save.coordinates = current_rank() if rank is None else int(rank), is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Shows failures of earlier saves, which DCP then carries to all ranks.
-
-        Raises:
-            SaveError: The last save did not become complete in memory; or did not reach the durable tier, and
-                ``on_save_error`` is ``raise``.
-        """
+        """Shows failures of earlier saves, which DCP then carries to all ranks."""
         expect_facts()
         with self._counting("beginning") as save:
             durable = save.settings.is_durable(self.located.step, self.save_to_s3)
@@ -427,23 +402,15 @@ def file_of(
     config: TieredCheckpointConfig,
     warn: Callable[[list[Any]], None],
 ) -> PlannedFile:
-    """Returns the file of a rank's plan.
-
-    Args:
-        plan: Its items.
-        planner: Planner that returns the items' data; this package's planner may keep the layout for the next save.
-        config: Configuration with the classes that a load accepts.
-        warn: Called with the bytes of all objects.
-    """
+    """Returns the file of a rank's plan; the planner may keep its layout for the next save."""
     # The layout of another planner is not kept.
-    known = planner if isinstance(planner, CheckingSavePlanner) else None
-    structure = known.structure if known is not None else None
+    structure = planner.structure if isinstance(planner, CheckingSavePlanner) else None
     layout: FileLayout | None = structure.layout if structure is not None else None
-    if known is not None and layout is not None and layout.plan is plan:
-        found: list[Any] = [known.resolve_data(item) for item in layout.objects]
+    if layout is not None and layout.plan is plan:
+        found: list[Any] = [planner.resolve_data(item) for item in layout.objects]
         objects = [each.getvalue() for each in found]
         warn(objects)
-        return layout.file(objects, known.state_dict)
+        return layout.file(objects, planner.state_dict)  # type: ignore[attr-defined]
     # The order of FileSystemWriter.
     ordered = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
     kinds = KindsCheck(config)

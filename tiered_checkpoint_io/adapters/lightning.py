@@ -83,11 +83,7 @@ class StorageOptions(NamedTuple):
 
 
 def read_storage_options(options: Any) -> StorageOptions:
-    """Validates ``storage_options``.
-
-    Raises:
-        ConfigError: Other keys or values than ``{"tiers": [...], "metric": (name, value), "wait": bool}``.
-    """
+    """Validates ``storage_options``."""
     allowed = "allowed: {'tiers': ['memory', 'durable'] or one of the two, 'metric': (name, value), 'wait': bool}"
     if options is None:
         return StorageOptions()
@@ -387,8 +383,7 @@ class FreshStart(NoCheckpoint):
     def keys(self) -> Any:
         """Refuses the keys, which Fabric asks for before it fills a state, model or optimizer; a Trainer never does.
 
-        Raises:
-            CheckpointNotFoundError: Always: an unfilled state would be taken for restored.
+        An unfilled state would be taken for restored.
         """
         raise CheckpointNotFoundError(
             f"there is no checkpoint at {self._dirpath} yet, so nothing was loaded into the state",
@@ -417,11 +412,7 @@ def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
 
 
 def require_tiered_io(strategy: Strategy, user: str) -> TieredCheckpointIO:
-    """Returns the TieredCheckpointIO of a strategy, without which ``user`` can't work.
-
-    Raises:
-        ConfigError: The strategy has another IO, or is not of the package from which ours are derived.
-    """
+    """Returns the TieredCheckpointIO of a strategy, without which ``user`` can't work."""
     if not isinstance(strategy, Strategy):
         raise ConfigError(
             f"{user} in a trainer of pytorch_lightning, whose classes are others than those of lightning",

@@ -136,9 +136,6 @@ def by_name(module: torch.nn.Module, optimizer: Optimizer, state: Mapping[str, A
 
     An optimizer numbers the parameters of its groups, one group after the other; Lightning would take the numbers for
     the numbers of the model's parameters.
-
-    Raises:
-        RestoreError: The optimizer's groups are of other sizes, or hold the flat parameters of FSDP1.
     """
     groups = state["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
@@ -170,9 +167,6 @@ def take_full(module: torch.nn.Module, optimizers: Sequence[Optimizer], state: d
     """Puts a full checkpoint, whose optimizer states are by names, into sharded model and optimizers.
 
     Lightning's own way fails for an optimizer that has no state, such as plain SGD, and for wrapped modules.
-
-    Raises:
-        RestoreError: The checkpoint holds the states of other optimizers, or of none.
     """
     states = state.get("optimizer_states", ()) if optimizers else ()
     if len(states) != len(optimizers):

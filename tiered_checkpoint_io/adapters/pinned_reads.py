@@ -6,7 +6,6 @@ pinned, as from a mapped file, its driver first copies them to a small buffer of
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -87,27 +86,13 @@ class DeviceCopies:
         return wait
 
 
-class _Buffer:
-    """Memory that is read into once it has been copied from."""
-
-    def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-        self.wait: Callable[[], None] = lambda: None
-
-    def room(self, nbytes: int, copies: DeviceCopies) -> torch.Tensor:
-        self.wait()
-        if self._memory is None or len(self._memory) < nbytes:
-            self._memory = copies.buffer(nbytes)
-        return self._memory
-
-
 class PinnedReads:
     """The reads of one load; its buffers go with it."""
 
     def __init__(self, files: ShardFiles, log: Logger) -> None:
         self._files = files
         self._copies = DeviceCopies(log)
-        self._buffers = (_Buffer(), _Buffer())
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
 
     def fill(self, basename: str, targets: Sequence[Target], on_device: Sequence[OnDevice]) -> None:
         """Fills targets as :meth:`ShardFiles.fill`, and tensors on devices; no copy is under way when it ends."""
@@ -119,15 +104,20 @@ class PinnedReads:
         entry, at_once = self._files.begin(basename, spans)
         most = max(entry.chunk_size, min(at_once * entry.chunk_size, _MOST))
         size = min(most, sum(len(tensor) for _, tensor in on_device))
-        batches = batches_of(entry, targets, on_device, most)
+        # A buffer is read into once it has been copied from.
+        waits: list[Callable[[], None]] = [lambda: None] * 2
         try:
-            for batch, buffer in zip(batches, itertools.cycle(self._buffers), strict=False):
-                memory = buffer.room(size, self._copies)
-                sources = memory[: batch.nbytes].split_with_sizes([len(tensor) for _, tensor in batch.on_device])
+            for number, batch in enumerate(batches_of(entry, targets, on_device, most)):
+                at = number % 2
+                waits[at]()
+                if len(self._buffers[at]) < size:
+                    self._buffers[at] = self._copies.buffer(size)
+                memory = self._buffers[at][: batch.nbytes]
+                sources = memory.split_with_sizes([len(tensor) for _, tensor in batch.on_device])
                 pairs = list(zip(batch.on_device, sources, strict=True))
                 staged = [(offset, source.numpy().data) for (offset, _), source in pairs]
                 self._files.fill(basename, [*batch.targets, *staged])
-                buffer.wait = self._copies.begin([(tensor, source) for (_, tensor), source in pairs])
+                waits[at] = self._copies.begin([(tensor, source) for (_, tensor), source in pairs])
         finally:
-            for buffer in self._buffers:
-                buffer.wait()
+            for wait in waits:
+                wait()

@@ -60,17 +60,7 @@ class Structure:
     """A state's keys, the types of its values, and all of its tensors but their storages and bytes."""
 
     def __init__(self, state: Any, flat: Mapping[str, Any], mappings: Any, plan: SavePlan) -> None:
-        """Takes a state, and DCP's plan of it.
-
-        Args:
-            state: The state.
-            flat: The flattened state.
-            mappings: The path of each key.
-            plan: Plan of this rank's save of the state.
-
-        Raises:
-            UnknownStructureError: A state of the same structure may have another plan.
-        """
+        """Takes a state, and DCP's plan of it; raises if a state of the same structure may have another plan."""
         self.mappings = mappings
         self.plan = plan
         #: Layout that the writer keeps for it.
@@ -141,7 +131,6 @@ def _values(value: Any) -> Sequence[Any]:
     return value if type(value) is list else list(value.values())
 
 
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 #: Upstream's memory, on the coordinator, of the plans that the ranks have.
 _SENT = ("_cached_all_plans", "_cached_global_plan", "_cached_metadata")
 _ELSEWHERE = "save it as other tensors that hold the same; local and full checkpoints hold whatever torch.save can save"
@@ -159,7 +148,7 @@ class KindsCheck:
         kind = _lost(tensor)
         if kind is not None:
             raise _refusal(name, kind, "can't come back from a sharded checkpoint", _ELSEWHERE)
-        if type(tensor) in _ORDINARY or type(tensor) in self._known:
+        if type(tensor) in _TENSORS or type(tensor) in self._known:
             return
         trust = Trust.of(self._config)
         try:

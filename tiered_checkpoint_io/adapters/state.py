@@ -60,9 +60,6 @@ def fill(state: dict[str, Any], loaded: Any, *, where: str) -> None:
 
     As with DCP, values without a key in the state are left out. An empty dictionary, such as the state of an optimizer
     that has made no step yet, takes all.
-
-    Raises:
-        RestoreError: A key, or a tensor's shape, is another one.
     """
     memo: dict[int, Any] = {}
     _Filling(where, lambda value: copy.deepcopy(value, memo)).dictionary(state, loaded, "")
@@ -168,12 +165,7 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled_rest(rest: dict[str, Any]) -> bytes:
-    """Returns the file of ``torch.save`` for all that Lightning saves beside the model and the optimizers.
-
-    Raises:
-        ConfigError: It holds a sharded tensor, which would be cut to one rank's shard.
-        Exception: Errors of ``torch.save``.
-    """
+    """Returns the file of ``torch.save`` for all that Lightning saves beside the model and the optimizers."""
     file, module = io.BytesIO(), SimpleNamespace(Pickler=_Pickler, __name__="pickle")
     torch.save(rest, file, pickle_module=module)
     return file.getvalue()

@@ -139,11 +139,7 @@ class StrategyPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Completes the state to load.
-
-        Raises:
-            RestoreError: The checkpoint holds no model, or not the optimizers that are trained.
-        """
+        """Completes the state to load."""
         assert metadata is not None
         opened = self._reader.opened
         assert opened is not None
@@ -243,13 +239,6 @@ class TieredSharding(_Base):
             self._saver = CoordinatedSaver(session, one_series=True)
         return self._saver
 
-    def may_overlap(self) -> CoordinatedSaver | None:
-        """Returns the saver whose captures may overlap training; every rank calls this.
-
-        None if parameters do not stay in place, or if rank 0 saves full checkpoints.
-        """
-        return None
-
     # ------------------------------------------------------------------------------------ state
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns sharded tensors that refer to the model's parameters, or as upstream."""
@@ -273,11 +262,7 @@ class TieredSharding(_Base):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Saves to both tiers, or the tiers in ``storage_options``; every rank calls this.
-
-        Raises:
-            SaveError: The save failed on some rank, and ``on_save_error`` is ``raise``; on all ranks.
-        """
+        """Saves to both tiers, or the tiers in ``storage_options``; every rank calls this."""
         # Rank 0 says for all whether the last save has ended: all ranks save together, or not at all.
         path, late = self.broadcast((os.fspath(filepath), self._late()))
         if not self._saves_shards:
@@ -407,16 +392,9 @@ class TieredSharding(_Base):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads model and optimizers in place, and returns the rest; every rank calls this.
-
-        Raises:
-            CheckpointNotFoundError: No tier has a checkpoint of that name.
-            RestoreError: No checkpoint is intact.
-        """
+        """Loads model and optimizers in place, and returns the rest; every rank calls this."""
         path = str(self.broadcast(os.fspath(checkpoint_path)))
         engine = self._tiered_io.checkpointer
-        session, started = engine.session, engine.session.clock.monotonic()
-        before = session.asked.get("bytes.down", 0)
         dirpath, selector = engine.select(path)
         self._tiered_io.found_nothing = False
         reader = StrategyReader(self._saver_here, dirpath, selector)
@@ -432,7 +410,7 @@ class TieredSharding(_Base):
             if selector.kind == "best":
                 raise no_best(selector, dirpath) from error
             self._tiered_io.found_nothing = True
-            session.log.info("%s", nothing_to_resume(selector, dirpath))
+            engine.session.log.info("%s", nothing_to_resume(selector, dirpath))
             return FreshStart(dirpath)
         try:
             rest = self._load_shards(reader, weights_only)
@@ -441,19 +419,7 @@ class TieredSharding(_Base):
                 raise
             # Damage of the newer ones has shown only now.
             return self._load_full(path, weights_only, error.rejected)
-        opened: Any = reader.opened
-        engine.restored = Restored(
-            name=opened.name,
-            content=opened.content,
-            dirpath=opened.dirpath,
-            tier=reader.tier,
-            is_durable=opened.is_durable,
-            path=session.open().tier.root,
-            seconds=session.clock.monotonic() - started,
-            bytes_read=session.asked.get("bytes.down", 0) - before,
-            rejected=opened.rejected,
-            newest_save_id=opened.newest_save_id,
-        )
+        engine.restored = reader.opened
         return rest
 
     def _load_shards(self, reader: StrategyReader, weights_only: bool | None) -> dict[str, Any]:
@@ -535,7 +501,7 @@ class TieredModelParallelStrategy(TieredSharding, ModelParallelStrategy):
         return self._save_distributed_checkpoint
 
     def may_overlap(self) -> CoordinatedSaver | None:
-        """See :meth:`TieredSharding.may_overlap`."""
+        """Returns the saver whose captures may overlap training; None if rank 0 saves; every rank calls this."""
         if not self._saves_shards:
             return None
         self._save_group = self._save_group or dist.new_group(backend="gloo")

@@ -11,7 +11,7 @@ from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, tiers_of
-from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.restore.choice import Found, Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.saver import FullSaver
@@ -139,7 +139,7 @@ class Checkpointer:
         self.config = config
         self.dirpath = config.dirpath
         self.session = session or Session(config, logger=logger)
-        self.restored: Restored | None = None
+        self.restored: Found | None = None
         #: Further names that ``tiered:last`` means, besides "last".
         self.also_last: frozenset[str] = frozenset()
         #: The latest checkpoint, until it is compared with checkpoints that Lightning saved in the same folder.
@@ -357,7 +357,7 @@ class Checkpointer:
             # This sends no request to a server: the names are compared when the folder is listed for another reason.
             with contextlib.suppress(TieredCheckpointError):
                 _ = self._entries.below() if ids.url_scheme(dirpath) is None else ()
-        note_restore(self.session, restored, restored.tier, began)
+        note_restore(self.session, restored, began)
         self.session.save_ids.follow(restored.newest_save_id)
         self.session.take_up()
         return state

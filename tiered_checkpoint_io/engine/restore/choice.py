@@ -201,6 +201,8 @@ class Found:
         content: The facts of the save; None if others wrote it, so that nothing verified it.
         rejected: Copies that were tried before it, and why they were not taken.
         newest_save_id: The newest save that was seen in any tier; later runs count on from there.
+        tier: Tier from which this node has its bytes.
+        is_durable: True if it is known to be on the durable tier; its bytes may come from memory.
     """
 
     name: str
@@ -208,6 +210,8 @@ class Found:
     content: Content | None
     rejected: list[str] = field(default_factory=list)
     newest_save_id: str | None = None
+    tier: Tier = "durable"
+    is_durable: bool = False
 
     @property
     def url(self) -> str:

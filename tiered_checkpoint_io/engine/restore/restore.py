@@ -49,8 +49,6 @@ class Restored(Found):
     """A checkpoint's verified file on this node, which stays there until it is released.
 
     Attributes:
-        tier: Tier from which this node had it.
-        is_durable: True if it is known to be on the durable tier; this node may have read it from memory.
         path: The local file.
         seconds: Time to find, fetch and verify it.
         bytes_read: Bytes that this process read from the durable tier.
@@ -58,9 +56,7 @@ class Restored(Found):
             into the file. If this process has verified them there, each page is touched once.
     """
 
-    tier: Tier
     path: Path
-    is_durable: bool = False
     seconds: float = 0.0
     bytes_read: int = 0
     mapped: torch.UntypedStorage | None = field(default=None, repr=False)
@@ -346,13 +342,13 @@ class NodeFetcher:
             self.tiers.say_whose(restored.content)
 
 
-def note_restore(session: Session, found: Found, tier: Tier, began: float) -> None:
+def note_restore(session: Session, found: Found, began: float) -> None:
     """Adds a load that has ended to the node's record of the run; ``began`` is by the monotonic clock."""
     session.note(
         "restore",
         name=found.name,
         step=found.step,
-        tier=tier,
+        tier=found.tier,
         seconds=round(session.clock.monotonic() - began, 3),
         created=found.content.created if found.content is not None else 0.0,
     )

@@ -300,16 +300,12 @@ class OpenShards(Found):
     Attributes:
         small: ``.metadata`` until it is parsed, and the other small files, by name; verified if they have hashes.
         files: The shards' bytes; None if they are not read piece by piece.
-        scattered: True if its bytes are in the memory of several nodes.
         sharing: Each rank's node, if its bytes are elsewhere, and several ranks of a node read them.
-        is_durable: True if it is known to be on the durable tier; its bytes may come from memory.
     """
 
     small: dict[str, bytes | memoryview] = field(default_factory=dict)
     files: ShardFiles | None = None
-    scattered: bool = False
     sharing: list[str] = field(default_factory=list)
-    is_durable: bool = False
 
     @property
     def metadata(self) -> bytes | memoryview:
@@ -427,13 +423,14 @@ class _Opener:
             rejected=search.rejected,
             newest_save_id=search.newest,
             small=search.prepared,
-            scattered=is_scattered,
             sharing=nodes if (is_scattered or not candidate.in_memory) and len(set(nodes)) < len(nodes) else [],
             is_durable=candidate.durable is not None,
         )
 
         def take() -> bool:
             opened.files = self._join(candidate)
+            # If several nodes hold the checkpoint in memory, this node may hold none of it.
+            opened.tier = "memory" if opened.files.held else "peer" if is_scattered else "durable"
             self._take(opened)
             return True
 
