@@ -40,6 +40,7 @@ TieredCheckpointConfig(dirpath="s3://bucket/run", memry_dir="/dev/shm")  # type:
 tiered_checkpoint_io.TieredChekpointIO  # type: ignore[attr-defined]
 
 callback: ModelCheckpoint = TieredModelCheckpoint(monitor="loss", memory_every_n_train_steps=10)
+TieredModelCheckpoint(save_topk=3)  # type: ignore[call-arg]
 PreemptionCheckpoint(grace_seconds=30, signals=["SIGTERM"])
 assert_type(tiers_for_step(10, 10, None), frozenset[str])
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import Unpack
 
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, FreshStart, TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.callbacks.places import SentinelFileSystem, check_dirpath, check_places, check_retention
@@ -70,6 +71,20 @@ def progress_of(trainer: Trainer) -> tuple[int, int]:
     return trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.current.completed
 
 
+class _Others(TypedDict, total=False):
+    """ModelCheckpoint's arguments that are passed on."""
+
+    save_on_exception: bool
+    save_weights_only: bool
+    mode: str
+    auto_insert_metric_name: bool
+    every_n_train_steps: int | None
+    train_time_interval: timedelta | None
+    every_n_epochs: int | None
+    save_on_train_epoch_end: bool | None
+    enable_version_counter: bool
+
+
 class TieredModelCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint whose own checkpoints are durable, with cheap memory steps in between.
 
@@ -117,7 +132,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
         memory_every_n_train_steps: int | None = None,
         s3_every_n_train_steps: int | None = None,
         save_on_train_end: bool = True,
-        **arguments: Any,
+        **arguments: Unpack[_Others],
     ) -> None:
         others = {key: "TieredCheckpointIO takes it" for key in config_keys() if key not in _KEYS}
         known = {**inspect.signature(ModelCheckpoint).parameters, **dict.fromkeys(_KEYS)}
