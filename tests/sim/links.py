@@ -142,7 +142,6 @@ def torch_distributed(world):
         (dist, "get_rank", lambda *_: world.current.process.rank),
         (dist.distributed_c10d, "_get_default_store", lambda: job().store),
         (meeting, "RankGroup", lambda *_: JobGroup(world.current.process)),
-        (meeting, "interface_for", lambda *_: None),
         (replicas, "memory_left", memory_left),
         (replicas, "PeerStore", peer),
         (peers, "PeerStore", peer),

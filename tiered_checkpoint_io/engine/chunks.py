@@ -508,10 +508,14 @@ class SlotDestination:
         if self._incoming is not None:
             self._incoming.mark(number, chunk)
 
-    def fresh(self, basename: str) -> int | None:
-        """Returns a descriptor of a file, if none of its pages was touched yet."""
+    def writer(self, basename: str) -> Write | None:
+        """Returns a writer for a file of which no page was touched yet; None for another file."""
         slot = self._slots.get(basename)
-        return slot.descriptor if slot is not None and not slot.touched else None
+        if slot is None or slot.touched:
+            return None
+        # The next part finds all pages there: it is read straight into the mapping, without a second copy.
+        slot.touched = slot.reserved
+        return writer_to(slot.descriptor)
 
     def keep(self) -> StoredPart | Path:
         """Makes the part exist, once all files have arrived and :meth:`open`'s block has ended; or the file's path."""
@@ -601,9 +605,8 @@ def read_part(
                     destination.arrived(number, chunk)
                     progress(chunk)
 
-                fresh = destination.fresh(entry.basename)
-                write = writer_to(fresh) if fresh is not None else None
                 copies = Copies(entry, copies_of(part, entry, stores), not_taken(note))
+                write = destination.writer(entry.basename)
                 copies.fetch(views[entry.basename], concurrency=RANGES, write=write, progress=arrived)
         return destination.keep()
     except BaseException:

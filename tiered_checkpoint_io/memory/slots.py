@@ -233,8 +233,8 @@ class Slot:
         capacity: Bytes that are mapped. More than the file has, because address space costs nothing: a state that grows
             a little keeps its mapping.
         reserved: Bytes, from the start, whose space is taken. Do not touch bytes beyond.
-        touched: Bytes, from the start, whose pages are in this mapping, or huge. A first write to another page costs a
-            fault, more than a write by the descriptor.
+        touched: Bytes, from the start, whose pages are there. A first write to another page costs a fault, more than a
+            write by the descriptor.
         huge: Bytes, from the start, whose pages are huge, or are to stay small.
         inode: The file's identity, which survives its renames: its device, and its number there.
         mapped: Its bytes, until it is closed.

@@ -1,13 +1,12 @@
 """Meeting of ranks: once a process, before the first save, they note for their drains which nodes replicate together.
 
-*Network.* Without a choice, gloo listens on the address that this host's name resolves to. On many machines that is
-127.0.1.1, or the slow one of several networks. So the interface is chosen here: the one that is configured, or that the
-user's ``GLOO_SOCKET_IFNAME`` names, or the one by which this host reaches the host of the store of torch.distributed.
+*Network.* The drain listens on one address: that of the interface that the user's ``GLOO_SOCKET_IFNAME`` names, or by
+which this host reaches the host of the store of torch.distributed. The name of this host is not asked: on many machines
+it means 127.0.1.1, or the slow one of several networks.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import fcntl
 import ipaddress
@@ -32,8 +31,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.peer import Endpoint
 
-_SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
-_IFREQ, _MAX_ADDRESSES, _IFF_UP = 40, 512, 1
+_SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 1
 #: Networks inside one host.
 _INNER = ("docker", "br-", "veth")
 #: An address for documentation that no host has (RFC 5737): the way to it is the default route.
@@ -82,6 +80,9 @@ def choose(interfaces: Sequence[Interface], *, environment: str, host: str, sour
             )
         return found
     route = next((each for each in interfaces if each.address == source), None)
+    if route is None and source is not None:
+        # A further address of an interface.
+        route = Interface("", source)
     if route is not None and (not route.is_inner or _is_this_host(host)):
         return route
     # The name of the store's host may mean the host itself there: 127.0.1.1.
@@ -96,32 +97,17 @@ def _is_this_host(host: str) -> bool:
     return host == "localhost"
 
 
-def interface_for(store: Any) -> Interface | None:
-    """Returns the interface for a job with this store of torch.distributed; see :func:`choose`."""
-    return interface_towards(_host_of(store))
-
-
 def address_here() -> str:
-    """Returns the address at which the other nodes of this process' job reach this one."""
+    """Returns the address at which the other nodes of this process' job reach this one; see :func:`choose`."""
     import torch.distributed as dist
 
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    chosen = interface_for(store)
-    return chosen.address if chosen is not None else _source_for(_host_of(store) or _ANYWHERE) or "127.0.0.1"
-
-
-def interface_towards(host: str) -> Interface | None:
-    """Returns the same in a job whose store is on this host; "" if that is not known."""
-    interfaces: list[Interface] = []
-    # If a sandbox does not say, gloo chooses; a name that was given is refused all the same.
+    host, interfaces = _host_of(dist.distributed_c10d._get_default_store() if dist.is_initialized() else None), []
+    # A sandbox may not say.
     with contextlib.suppress(OSError):
         interfaces = interfaces_here()
-    return choose(
-        interfaces,
-        environment=os.environ.get("GLOO_SOCKET_IFNAME", ""),
-        host=host,
-        source=_source_for(host or _ANYWHERE),
-    )
+    named, source = os.environ.get("GLOO_SOCKET_IFNAME", ""), _source_for(host or _ANYWHERE)
+    chosen = choose(interfaces, environment=named, host=host, source=source)
+    return chosen.address if chosen is not None else "127.0.0.1"
 
 
 def _host_of(store: Any) -> str:
@@ -142,41 +128,26 @@ def _source_for(host: str) -> str | None:
 
 
 def interfaces_here() -> list[Interface]:
-    """Returns the addresses of this host's interfaces, without link-local ones; IPv4 first."""
-    names = array.array("B", bytes(_IFREQ * _MAX_ADDRESSES))
+    """Returns the first address of each interface of this host, and the IPv6 ones, without link-local ones."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        answer = fcntl.ioctl(asked, _SIOCGIFCONF, struct.pack("iP", len(names), names.buffer_info()[0]))
+
+        def ask(request: int, name: str) -> bytes:
+            return fcntl.ioctl(asked, request, struct.pack("40s", name.encode()))
 
         def is_up(name: str) -> bool:
-            flags = fcntl.ioctl(asked, _SIOCGIFFLAGS, struct.pack("16s24x", name.encode()))
-            return bool(struct.unpack_from("h", flags, 16)[0] & _IFF_UP)
+            return bool(struct.unpack_from("h", ask(_SIOCGIFFLAGS, name), 16)[0] & _IFF_UP)
 
-        for start in range(0, struct.unpack_from("i", answer)[0], _IFREQ):
-            entry = names[start : start + _IFREQ].tobytes()
-            # An alias has a label after the name: eth0:1.
-            name = entry[:16].partition(b"\0")[0].decode().partition(":")[0]
-            found.append(Interface(name, socket.inet_ntoa(entry[20:24]), is_up(name)))
+        for _, name in socket.if_nameindex():
+            # It may have no IPv4 address.
+            with contextlib.suppress(OSError):
+                found.append(Interface(name, socket.inet_ntoa(ask(_SIOCGIFADDR, name)[20:24]), is_up(name)))
         with contextlib.suppress(OSError):
             for line in Path("/proc/net/if_inet6").read_text().splitlines():
                 digits, _, _, scope, _, name = line.split()
                 if scope != "20":
                     found.append(Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(digits))), is_up(name)))
     return found
-
-
-def megabits_of(name: str, root: Path = Path("/sys/class/net")) -> int:
-    """Returns the rate of an interface as its driver has it, Mbit/s; 0 if it does not know."""
-    with contextlib.suppress(OSError, ValueError):
-        return max(0, int((root / name / "speed").read_text()))
-    return 0
-
-
-def rate_text(megabits: int) -> str:
-    """Returns a rate, such as "25 Gbit/s"; "" if it is not known."""
-    if not megabits:
-        return ""
-    return f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits} Mbit/s"
 
 
 class _Member(NamedTuple):
@@ -223,7 +194,6 @@ class Peering:
             serve: Has this node's drain serve its memory.
         """
         self._serve, self._config, self._counts, self._clock = serve, config, counts, clock
-        self._interface_in_use: Interface | None = None
         #: Groups of ranks that have met, each with the store of its job.
         self._met: list[object] = []
         self._tier: MemoryTier | None = None
@@ -273,9 +243,10 @@ class Peering:
         group.arrive(what="the set-up of replication")
 
         def report() -> _Member:
-            self._log, self._tier = logger, open_tier()
-            self._say_interface(store, logger)
-            return _Member(machine(), memory_of(self._tier.root), self._serve(), self._clock.token(8))
+            self._log, self._tier, endpoint = logger, open_tier(), self._serve()
+            if endpoint is not None:
+                logger.info("other nodes read replicas of this node's parts at %s", endpoint.address)
+            return _Member(machine(), memory_of(self._tier.root), endpoint, self._clock.token(8))
 
         gathered = group.all_gather(report)
         nodes = [
@@ -287,14 +258,6 @@ class Peering:
         assert self._tier is not None
         join(self._tier.root, Group(gathered[0].token, self._config.replication_factor, series, tuple(nodes)))
         self._met.append(key)
-
-    def _say_interface(self, store: Any, logger: Logger) -> None:
-        """Logs once the network interface that serves this node's memory."""
-        chosen = interface_for(store)
-        if chosen is not None and chosen != self._interface_in_use:
-            self._interface_in_use = chosen
-            speed = rate_text(megabits_of(chosen.name))
-            logger.info("replicas travel over %s%s", chosen, f", {speed}" if speed else "")
 
     def committed(self, stored: StoredPart, logger: Logger) -> None:
         """Takes each part that is saved on this node by this process."""

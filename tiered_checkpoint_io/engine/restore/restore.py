@@ -257,8 +257,7 @@ class NodeFetcher:
         try:
             with destination.open() as views:
                 concurrency = self.tiers.config.read_concurrency()
-                fresh = destination.fresh(entry.basename)
-                write = chunks.writer_to(fresh) if fresh is not None else None
+                write = destination.writer(entry.basename)
                 chunks.fetch(store, entry, views[entry.basename], concurrency=concurrency, write=write)
             fetched = fetched_from(destination.keep(), "durable", part)
         except BaseException:
