@@ -13,9 +13,8 @@ from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_i
 from tiered_checkpoint_io.adapters.optimizers import size_here
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint, of_ours
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
-from tiered_checkpoint_io.callbacks.places import folder_of
 from tiered_checkpoint_io.callbacks.reporting import say_summary, say_summary_last
-from tiered_checkpoint_io.callbacks.trainer import check_strategy, of_classes, on_rank_0
+from tiered_checkpoint_io.callbacks.trainer import check_strategy, folder_of, of_classes, on_rank_0
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError

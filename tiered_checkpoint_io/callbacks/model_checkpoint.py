@@ -19,10 +19,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import Unpack
 
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, FreshStart, TieredCheckpointIO, require_tiered_io
-from tiered_checkpoint_io.callbacks.places import SentinelFileSystem, check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import log_drain, log_save, notify_loggers, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import (
+    SentinelFileSystem,
     all_failed,
+    check_dirpath,
+    check_places,
+    check_retention,
     check_strategy,
     failing_together,
     is_below,

@@ -38,19 +38,16 @@ _MARGIN = 0.1
 
 
 class Notice:
-    """Takes note of signals that ask a job to end.
-
-    Attributes:
-        received: The first signal; None before.
-        leave_by: Time at which this process should have ended, by the monotonic clock, seconds; None before.
-    """
+    """Takes note of signals that ask a job to end."""
 
     def __init__(self, signals: Iterable[str | int], grace_seconds: float) -> None:
         self.signals = tuple(map(_signal, signals))
         if not self.signals:
             raise ConfigError("signals is empty", hint="name those that tell the job to end, such as SIGTERM")
         self.grace_seconds = seconds("grace_seconds", grace_seconds, above=0)
+        #: The first signal; None before.
         self.received: signal.Signals | None = None
+        #: Time at which this process should have ended, by the monotonic clock, seconds; None before.
         self.leave_by: float | None = None
         #: Session of the job that is handled; None while none is.
         self._session: Session | None = None
@@ -382,14 +379,14 @@ class PreemptionCheckpoint(Callback):
         if trainer.strategy.broadcast(made is None and self.notice.left_s(session) > 0):
             # An earlier save's background work may have failed, which fails the next save, once.
             made = self._try(trainer, step, durable=durable)
-        if made is not None and "memory" in made.tiers:
-            if self._is_held(made):
-                where = "on the node's disk" if made.spilled else "in memory"
-                log.info("the last checkpoint is %s, after %.2f s", where, session.clock.monotonic() - started)
-            else:
-                log.error("there is no last checkpoint: it was captured, but not completed in memory")
-        elif made is None and trainer.is_global_zero:
-            log.error("there is no last checkpoint: it was not saved")
+        if made is None:
+            if trainer.is_global_zero:
+                log.error("there is no last checkpoint: it was not saved")
+        elif self._is_held(made):
+            where = "on the node's disk" if made.spilled else "in memory"
+            log.info("the last checkpoint is %s, after %.2f s", where, session.clock.monotonic() - started)
+        else:
+            log.error("there is no last checkpoint: it was captured, but not completed in memory")
         if not durable:
             return
         try:
@@ -404,7 +401,8 @@ class PreemptionCheckpoint(Callback):
             )
         else:
             # The first operation among all ranks' saves is the commit.
-            if made is not None and trainer.is_global_zero and self._is_durable(made):
+            outcome = session.outcome(made.save_id) if made is not None and trainer.is_global_zero else None
+            if outcome is not None and outcome.state == "committed":
                 log.info("the last checkpoint is on the durable tier")
 
     def _try(self, trainer: Trainer, step: int, *, durable: bool) -> SaveReport | None:
@@ -429,12 +427,6 @@ class PreemptionCheckpoint(Callback):
             return (made.save_id, current_rank()) in [(each.save_id, each.part.rank) for each in parts]
         except (OSError, TieredCheckpointError):
             return False
-
-    def _is_durable(self, made: SaveReport) -> bool:
-        """Returns True if S3 has the save, by its outcome, or because it was sent before the save returned."""
-        outcome = self._session.outcome(made.save_id)
-        sent = made.tiers == {"durable"} and not made.queued
-        return sent or (outcome is not None and outcome.state == "committed")
 
     def _end(self) -> signal.Signals | None:
         """Takes no more notice; returns a received notice, if no code has acted on it."""
