@@ -129,7 +129,7 @@ class Bench:
 
     def by_dcp_mapped(self, options: dict[str, Any]) -> None:
         """Loads as :meth:`by_dcp`, from the mapped file, as for tensors that are converted for the device."""
-        with mock.patch("tiered_checkpoint_io.adapters.pinned_reads.is_on_device", return_value=False):
+        with mock.patch("tiered_checkpoint_io.adapters.dcp_reader.is_on_device", return_value=False):
             self.by_dcp(options)
 
     def check(self, way: str) -> None:

@@ -17,7 +17,7 @@ from support.restoring import flip
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 from tiered_checkpoint_io import dcp as ours
-from tiered_checkpoint_io.adapters import pinned_reads
+from tiered_checkpoint_io.adapters import dcp_reader
 from tiered_checkpoint_io.engine.restore import shards
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.formats.image import default_threads
@@ -37,7 +37,7 @@ GPU = pytest.param(
 )
 
 
-class Late(pinned_reads.DeviceCopies):
+class Late(dcp_reader.DeviceCopies):
     """A device that copies at the last moment: once it is waited for."""
 
     under_way = 0
@@ -61,8 +61,8 @@ def device(request, monkeypatch):
     monkeypatch.setattr(Late, "under_way", 0)
     if request.param == "cuda":
         return "cuda"
-    monkeypatch.setattr(pinned_reads, "is_on_device", lambda tensor: tensor.dtype != ON_HOST)
-    monkeypatch.setattr(pinned_reads, "DeviceCopies", Late)
+    monkeypatch.setattr(dcp_reader, "is_on_device", lambda tensor: tensor.dtype != ON_HOST)
+    monkeypatch.setattr(dcp_reader, "DeviceCopies", Late)
     return "cpu"
 
 
@@ -177,8 +177,8 @@ def test_tensors_of_several_files_that_others_saved_as_parts(config, device, ran
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_copies_from_pinned_memory(config, monkeypatch):
-    made, before = [], pinned_reads.DeviceCopies.buffer
-    monkeypatch.setattr(pinned_reads.DeviceCopies, "buffer", lambda self, n: made.append(before(self, n)) or made[-1])
+    made, before = [], dcp_reader.DeviceCopies.buffer
+    monkeypatch.setattr(dcp_reader.DeviceCopies, "buffer", lambda self, n: made.append(before(self, n)) or made[-1])
     weight = torch.nn.Parameter(torch.randn(100 << 20, device="cuda"))
     saved = weight.detach().clone()
     save({"w": weight}, config, save_to_s3=False)
@@ -229,7 +229,7 @@ def test_batches_hold_each_byte_once_each_chunk_whole_and_no_more_than_a_buffer(
     host = [(low, memoryview(bytearray(high - low))) for low, high, kind in spans if kind == "host"]
     device = [(low, torch.zeros(high - low, dtype=torch.uint8)) for low, high, kind in spans if kind == "device"]
     seen = []
-    for batch in pinned_reads.batches_of(FileEntry("file", 1000, 100, ()), host, device, most):
+    for batch in dcp_reader.batches_of(FileEntry("file", 1000, 100, ()), host, device, most):
         assert batch.nbytes == sum(len(each) for _, each in batch.on_device) <= most
         pieces = [*batch.targets, *batch.on_device]
         seen.append({offset // 100 for offset, _ in pieces})

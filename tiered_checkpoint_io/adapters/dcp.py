@@ -259,8 +259,7 @@ def async_save(
 
     The tensors are copied once, to the files that the upload reads; for kind ``sharded``, DCP's exchanges between the
     ranks take further time. Each rank then hashes its part in the background, at several gigabytes a second and thread,
-    and commits it in memory; if the process is killed before, the previous checkpoint stays the newest. If neither
-    memory nor ``spill_dir`` has room, the call returns once the checkpoint is on the durable tier.
+    and commits it in memory; if the process is killed before, the previous checkpoint stays the newest.
 
     A failed upload is shown once: by the future's ``result()``, by :func:`maybe_finalize_async_calls`, or by the next
     save, whichever is first.

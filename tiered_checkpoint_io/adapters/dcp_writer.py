@@ -66,24 +66,17 @@ class FileLayout:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Save:
-    """One save of a writer, and its state.
-
-    Attributes:
-        settings: The settings of this save.
-        located: The checkpoint; None before the first save is named.
-        by_dcp: The arguments of DCP's function that saves; None for a function of this package.
-        has_begun: True if DCP has begun the save.
-        rank: This rank.
-        coordinates: True if this rank coordinates.
-        facts: Facts that the coordinator has issued; None on other ranks.
-    """
+    """One save of a writer, and its state."""
 
     settings: Settings
+    #: The checkpoint; None before the first save is named.
     located: ids.Located | None = None
+    #: The arguments of DCP's function that saves; None for a function of this package.
     by_dcp: DcpArguments | None = None
     has_begun: bool = False
     rank: int = 0
     coordinates: bool = True
+    #: Facts that the coordinator has issued; None on other ranks.
     facts: SaveFacts | None = None
 
 

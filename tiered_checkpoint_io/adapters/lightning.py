@@ -39,20 +39,6 @@ def is_of_tuner(path: str | os.PathLike[str]) -> bool:
     return os.path.basename(os.fspath(path)).startswith(_SCRATCH)
 
 
-def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
-    """Returns whether training can resume from a save by Lightning: not from weights only, nor its tuner's files.
-
-    Nor from a save of a Trainer that has not trained: it only evaluated, or its launcher (``ddp_spawn``,
-    ``ddp_notebook``) trained in processes of their own. Training would begin at step 0, without optimizers' states.
-    """
-    if is_of_tuner(path):
-        return False
-    is_lightnings = isinstance(checkpoint, Mapping) and {_VERSION, "state_dict"} <= set(checkpoint)
-    if not is_lightnings:
-        return True
-    return any(key in checkpoint for key in OPTIMIZERS) and not _has_not_trained(checkpoint)
-
-
 def check_saved_by_trainer(checkpoint: Any, name: str) -> None:
     """Raises RestoreError for a checkpoint that a Trainer can't start from, as of a loop without one."""
     if not isinstance(checkpoint, Mapping) or _VERSION not in checkpoint:
@@ -235,8 +221,16 @@ class TieredCheckpointIO(CheckpointIO):
         )
 
     def is_resumable(self, checkpoint: Any, path: str | os.PathLike[str]) -> bool:
-        """Returns True if training can resume from a save made now; see the function of that name."""
-        return not self.mixes_steps and is_resumable(checkpoint, path)
+        """Returns True if training can resume from a save made now: not from weights only, nor its tuner's files.
+
+        Nor from a save of a Trainer that has not trained: it only evaluated, or its launcher (``ddp_spawn``,
+        ``ddp_notebook``) trained in processes of their own. Training would begin at step 0, without optimizers' states.
+        """
+        if self.mixes_steps or is_of_tuner(path):
+            return False
+        if not isinstance(checkpoint, Mapping) or not {_VERSION, "state_dict"} <= set(checkpoint):
+            return True
+        return any(key in checkpoint for key in OPTIMIZERS) and not _has_not_trained(checkpoint)
 
     def load_checkpoint(
         self,

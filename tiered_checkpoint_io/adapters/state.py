@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,36 +22,24 @@ from tiered_checkpoint_io.errors import ConfigError, RestoreError
 _LISTS = (list, tuple)
 
 
-def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Copies the containers of a state, with the values that ``replace`` returns."""
-    replaced = replace(value)
-    if replaced is not value:
-        return replaced
-    if isinstance(value, dict):
-        # Of its own type, and with its attributes: modules keep versions in those.
-        copied = copy.copy(value)
-        for key, each in value.items():
-            copied[key] = _mapped(each, replace)
-        return copied
-    if type(value) in _LISTS:
-        return type(value)(_mapped(each, replace) for each in value)
-    return value
-
-
 # ------------------------------------------------------------------------------------------- local
 def local_part(state: Any) -> Any:
-    """Returns the state with this rank's own tensor for each DTensor, and a list of them for a ShardedTensor."""
-    return _mapped(state, _own_part)
-
-
-def _own_part(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value.to_local()
-    if isinstance(value, ShardedTensor):
-        return [shard.tensor for shard in value.local_shards()]
-    if isinstance(value, Stateful) and not isinstance(value, torch.Tensor | dict):
-        return local_part(value.state_dict())
-    return value
+    """Copies the containers of a state, with this rank's own tensor for each DTensor, a list for each ShardedTensor."""
+    if isinstance(state, DTensor):
+        return state.to_local()
+    if isinstance(state, ShardedTensor):
+        return [shard.tensor for shard in state.local_shards()]
+    if isinstance(state, dict):
+        # Of its own type, and with its attributes: modules keep versions in those.
+        copied = copy.copy(state)
+        for key, each in state.items():
+            copied[key] = local_part(each)
+        return copied
+    if type(state) in _LISTS:
+        return type(state)(local_part(each) for each in state)
+    if isinstance(state, Stateful) and not isinstance(state, torch.Tensor):
+        return local_part(state.state_dict())
+    return state
 
 
 def fill(state: dict[str, Any], loaded: Any, *, where: str) -> None:
@@ -61,21 +48,20 @@ def fill(state: dict[str, Any], loaded: Any, *, where: str) -> None:
     As with DCP, values without a key in the state are left out. An empty dictionary, such as the state of an optimizer
     that has made no step yet, takes all.
     """
-    memo: dict[int, Any] = {}
-    _Filling(where, lambda value: copy.deepcopy(value, memo)).dictionary(state, loaded, "")
+    _Filling(where).dictionary(state, loaded, "")
 
 
 class _Filling:
-    def __init__(self, where: str, own: Callable[[Any], Any]) -> None:
+    def __init__(self, where: str) -> None:
         self._where = where
-        #: Copies tensors that stay in the state after the load; a shared tensor stays shared.
-        self._own = own
+        #: Copies of values that stay in the state after the load; a shared tensor stays shared.
+        self._copied: dict[int, Any] = {}
 
     def dictionary(self, state: dict[Any, Any], loaded: Any, path: str) -> None:
         if not isinstance(loaded, dict):
             raise self._other(path, "a dictionary", loaded)
         if not state:
-            state.update(self._own(loaded))
+            state.update(copy.deepcopy(loaded, self._copied))
             return
         for key in list(state):
             here = f"{path}.{key}" if path else str(key)
@@ -115,7 +101,7 @@ class _Filling:
                 return type(state)(values)
             state[:] = values
         else:
-            return self._own(loaded)
+            return copy.deepcopy(loaded, self._copied)
         return state
 
     def _copy(self, target: torch.Tensor, source: Any, path: str) -> None:
