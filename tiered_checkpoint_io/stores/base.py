@@ -16,7 +16,7 @@ Promises of every store (``tests/support/store_contract.py`` checks them):
 
 A store may have these methods beyond those of :class:`Store`:
 
-- ``folders(prefix)``, ``children(prefix)``: a listing by a delimiter; see :func:`folders_of`, :func:`children_of`.
+- ``children(prefix)``: a listing by a delimiter; see :func:`children_of`.
 - ``read_pieces(key, offset, pieces, filled)``: see :func:`read_pieces`.
 - ``copy(source, target, size, check=, journal=, progress=)``: sends no bytes; see :func:`copy_to`.
 - ``delete_all(keys)``: as ``delete``, by few requests.
@@ -351,16 +351,8 @@ def conditional(store: Store) -> ConditionalStore | Unconditional:
 
 
 def folders_of(store: Store, prefix: str) -> set[str]:
-    """Returns the folders below a prefix with a slash: few answers if a store can list them, else a list of all.
-
-    Raises:
-        StoreError: The listing failed.
-    """
-    folders = getattr(store, "folders", None)
-    if folders is not None:
-        return set(folders(prefix))
-    below = (entry.key[len(prefix) :] for entry in store.list(prefix))
-    return {key.partition("/")[0] for key in below if "/" in key}
+    """Returns the folders of :func:`children_of`, without a slash."""
+    return {name[:-1] for name in children_of(store, prefix) if name.endswith("/")}
 
 
 def children_of(store: Store, prefix: str) -> set[str]:

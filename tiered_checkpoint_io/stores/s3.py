@@ -12,13 +12,12 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import S3Options, TieredCheckpointConfig
 from tiered_checkpoint_io.stores.base import ObjectInfo, UploadContent, UploadJournal, delete_each
 from tiered_checkpoint_io.stores.retry import Progress
-from tiered_checkpoint_io.stores.s3_client import S3Client, content_of, fill, size_of
+from tiered_checkpoint_io.stores.s3_client import Condition, S3Client, content_of, fill, size_of
 from tiered_checkpoint_io.stores.s3_errors import is_changed
 from tiered_checkpoint_io.stores.s3_uploads import (
     COPY_PART,
     MARK,
     MIB,
-    Condition,
     Copied,
     MultipartUploads,
     mark_of,
@@ -100,12 +99,8 @@ class S3Store:
                 if key and key.startswith(prefix) and not key.endswith("/"):
                     yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
 
-    def folders(self, prefix: str) -> Iterator[str]:
-        """Yields the names of the folders right below ``prefix``, which ends with a slash: see :mod:`base`."""
-        return (name[:-1] for name in self.children(prefix) if name.endswith("/"))
-
     def children(self, prefix: str) -> Iterator[str]:
-        """Yields the names of the folders right below ``prefix``, each with a slash, and of the objects there."""
+        """Yields the names right below ``prefix``; see :func:`children_of`."""
         start = self._client.prefix + prefix
         for page in self._client.pages("list_objects_v2", None, {"Prefix": start, "Delimiter": "/"}):
             found = [each["Prefix"] for each in page.get("CommonPrefixes", ())]
@@ -118,7 +113,7 @@ class S3Store:
         return data
 
     def put(self, key: str, data: bytes) -> None:
-        self._put(key, memoryview(data))
+        self._put(key, memoryview(data), None)
 
     def size(self, key: str) -> int:
         return size_of(self._client.ask("head_object", key), key)
@@ -164,8 +159,7 @@ class S3Store:
         return data, tag
 
     def put_if(self, key: str, data: bytes, expected: str | None) -> str:
-        with memoryview(data) as view:
-            return self._put_if(key, view, expected)
+        return self._put(key, memoryview(data), Condition(expected))
 
     def upload_if(
         self,
@@ -177,20 +171,15 @@ class S3Store:
         progress: Callable[[int], None] | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        def put(whole: memoryview) -> None:
-            if look is not None:
-                look()
-            self._put_if(key, whole, expected)
-
-        self._upload(key, data, put, journal, progress, Condition(expected, look))
+        self._upload(key, data, Condition(expected, look), journal, progress)
 
     def delete_if(self, key: str, expected: str) -> None:
         with contextlib.suppress(StoreNotFoundError):
-            self._client.ask_if("delete_object", key, expected)
+            self._client.ask_if("delete_object", key, Condition(expected))
 
-    def _put_if(self, key: str, data: memoryview, expected: str | None) -> str:
+    def _put(self, key: str, data: memoryview, condition: Condition | None) -> str:
         try:
-            answer = self._client.ask_if("put_object", key, expected, self._write_options, body=data)
+            answer = self._client.ask_if("put_object", key, condition, self._write_options, body=data)
         except StoreError as error:
             if error.reason != "changed":
                 raise
@@ -211,16 +200,15 @@ class S3Store:
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        self._upload(key, data, lambda whole: self._put(key, whole), journal, progress)
+        self._upload(key, data, None, journal, progress)
 
     def _upload(
         self,
         key: str,
         data: UploadContent,
-        put: Callable[[memoryview], object],
+        condition: Condition | None,
         journal: UploadJournal | None,
         progress: Callable[[int], None] | None,
-        condition: Condition | None = None,
     ) -> None:
         part_size = part_size_for(len(data), self._part_size)
         if len(data) > part_size:
@@ -229,7 +217,7 @@ class S3Store:
         if journal is not None:
             self._uploads.abandon(key, journal)
         with data[0 : len(data)] as whole:
-            put(whole)
+            self._put(key, whole, condition)
         if progress is not None:
             progress(len(data))
 
@@ -300,10 +288,6 @@ class S3Store:
 
     def close(self) -> None:
         self._client.close()
-
-    def _put(self, key: str, data: memoryview) -> None:
-        self._client.ask("put_object", key, self._write_options, body=data)
-        self.metrics.add("bytes.up", len(data))
 
 
 @contextlib.contextmanager

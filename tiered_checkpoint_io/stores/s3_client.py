@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import hashlib
 import http.client
 import io
@@ -69,6 +68,14 @@ def configured_endpoint(profile: str | None) -> str | None:
         # that the environment names.
         found = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return str(found) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Condition for an object to appear: its tag, and the check by ``look``; see ConditionalStore.upload_if."""
+
+    expected: str | None
+    look: Callable[[], None] | None = None
 
 
 class S3Client:
@@ -166,26 +173,14 @@ class S3Client:
                 question.answered()
 
         sent = Progress(count_sent)
-        has_checksum = body is None or "ChecksumAlgorithm" in (arguments or {})
-
-        def once(*, with_md5: bool) -> Any:
-            given = {**(arguments or {}), **({"ContentMD5": _md5(body)} if with_md5 and body is not None else {})}
-            return self.once(method, key, given, body=body, receive=receive, sent=sent)
 
         def attempt() -> Any:
-            with_md5 = self._needs_md5 and not has_checksum
             try:
-                return once(with_md5=with_md5)
+                return self.once(method, key, arguments, body=body, receive=receive, sent=sent)
             except StoreError as error:
-                if error.reason == "unavailable":
-                    if doubt is not None and not is_just_busy(error):
-                        doubt()
-                    raise
-                if with_md5 or has_checksum or not may_want_checksum(error):
-                    raise
-            answer = once(with_md5=True)
-            self._needs_md5 = True
-            return answer
+                if doubt is not None and error.reason == "unavailable" and not is_just_busy(error):
+                    doubt()
+                raise
 
         return self._retry(attempt, cancelled=cancelled)
 
@@ -193,13 +188,13 @@ class S3Client:
         self,
         method: str,
         key: str,
-        expected: str | None,
+        condition: Condition | None,
         arguments: Mapping[str, Any] | None = None,
         *,
         body: memoryview | None = None,
         doubt: Callable[[], None] | None = None,
     ) -> Any:
-        """Sends a write on the condition that the object has the tag ``expected``; None: that it does not exist.
+        """Sends a write, on a condition if one is given, after its look.
 
         A server that refuses all conditions, or a request whose condition holds, is asked without one. Some servers
         ignore conditions.
@@ -207,13 +202,17 @@ class S3Client:
         Raises:
             StoreError: The object is another.
         """
-        given = arguments or {}
+        if condition is None:
+            return self.ask(method, key, arguments, body=body, doubt=doubt)
+        if condition.look is not None:
+            condition.look()
+        given, expected = arguments or {}, condition.expected
         # Ceph compares with the bare digest; AWS, MinIO and moto take either.
-        condition = {"IfNoneMatch": "*"} if expected is None else {"IfMatch": expected.strip('"')}
+        header = {"IfNoneMatch": "*"} if expected is None else {"IfMatch": expected.strip('"')}
         # A server that refuses twice although the tag is as expected can't compare tags.
         for _ in range(2 if self._has_conditions else 0):
             try:
-                return self.ask(method, key, {**given, **condition}, body=body, doubt=doubt)
+                return self.ask(method, key, {**given, **header}, body=body, doubt=doubt)
             except StoreNotFoundError as error:
                 # Of an upload in parts that is gone as well, which its caller knows.
                 if doubt is not None or method == "delete_object":
@@ -278,42 +277,39 @@ class S3Client:
         receive: Callable[[Any], Any] | None = None,
         sent: Progress | None = None,
     ) -> Any:
-        """Sends a request once; see :meth:`ask`. If credentials are refused, once more with others, if there are."""
-        client, send = self.boto, functools.partial(self._send, method, key, arguments, body, receive, sent)
-        try:
-            return send(client)
-        except StoreError as error:
-            if not may_be_credentials(error) or not self._renewed(client):
-                raise
-        return send(self.boto)
+        """Sends a request once; see :meth:`ask`.
 
-    def _send(
-        self,
-        method: str,
-        key: str | None,
-        arguments: Mapping[str, Any] | None,
-        body: memoryview | None,
-        receive: Callable[[Any], Any] | None,
-        sent: Progress | None,
-        client: Any,
-    ) -> Any:
-        taken = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[method]).input_shape.members
+        Once more with other credentials, if there are, or with a checksum if the server may have refused these.
+        """
+        client, had_md5 = self.boto, self._needs_md5
+        api = client.meta
+        taken = api.service_model.operation_model(api.method_to_api_mapping[method]).input_shape.members
         always = {name: value for name, value in self._always.items() if name in taken}
         request: dict[str, Any] = {"Bucket": self._bucket, **always, **(arguments or {})}
         if key is not None:
             request["Key"] = self.prefix + validate_key(key)
-        stream = None
-        if body is not None:
-            request["Body"] = stream = Body(body, sent)
+        may_add_md5 = body is not None and "ChecksumAlgorithm" not in request
+
+        def send(client: Any, *, with_md5: bool) -> Any:
+            md5 = {"ContentMD5": _md5(body)} if with_md5 and may_add_md5 and body is not None else {}
+            with contextlib.nullcontext() if body is None else contextlib.closing(Body(body, sent)) as stream:
+                given = request if stream is None else {**request, **md5, "Body": stream}
+                try:
+                    self._refresh(client)
+                    answer = of_s3(method, getattr(client, method)(**given))
+                    return answer if receive is None else receive(answer)
+                except CLIENT_ERRORS as error:
+                    raise translated(error, method, self.url, key) from error
+
         try:
-            self._refresh(client)
-            answer = of_s3(method, getattr(client, method)(**request))
-            return answer if receive is None else receive(answer)
-        except CLIENT_ERRORS as error:
-            raise translated(error, method, self.url, key) from error
-        finally:
-            if stream is not None:
-                stream.close()
+            return send(client, with_md5=had_md5)
+        except StoreError as error:
+            wants_md5 = may_add_md5 and not had_md5 and may_want_checksum(error)
+            if not wants_md5 and not (may_be_credentials(error) and self._renewed(client)):
+                raise
+        answer = send(self.boto, with_md5=had_md5 or wants_md5)
+        self._needs_md5 |= wants_md5
+        return answer
 
     def pages(self, method: str, key: str | None, query: Mapping[str, Any]) -> Iterator[Any]:
         """Yields all answers to a request that lists something."""

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model.documents import MAX_OBJECT, MAX_PART, MAX_PARTS
 from tiered_checkpoint_io.stores.base import UploadContent, UploadJournal, changed
 from tiered_checkpoint_io.stores.retry import Progress
-from tiered_checkpoint_io.stores.s3_client import S3Client, size_of
+from tiered_checkpoint_io.stores.s3_client import Condition, S3Client, size_of
 from tiered_checkpoint_io.stores.s3_errors import is_final
 
 MIB = 1 << 20
@@ -47,14 +47,6 @@ def part_size_for(size: int, wanted: int) -> int:
         )
     needed = -(-size // MAX_PARTS)
     return min(MAX_PART, max(wanted, -(-needed // MIB) * MIB, _MIN_PART))
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """Condition for an object to appear: its tag, and the check by ``look``; see ConditionalStore.upload_if."""
-
-    expected: str | None
-    look: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,17 +164,8 @@ class MultipartUploads:
         """Ends the upload that a journal describes."""
         upload = Upload.journaled(journal, self._client.url, key)
         if upload is not None:
-            self._let_go(upload)
+            self._let_go(key, upload.upload_id)
         journal.clear()
-
-    def _let_go(self, upload: Upload) -> None:
-        """Aborts an upload that is of no use; if that is not allowed, it stays on the server."""
-        try:
-            self._abort(upload.key, upload.upload_id)
-        except StoreError as error:
-            if not is_final(error):
-                raise
-            _log.warning("parts of an upload stay on the server: %s", error)
 
     def begin_and_abort(self, key: str) -> None:
         """Begins an upload and aborts it."""
@@ -259,7 +242,10 @@ class MultipartUploads:
                 if len(self._arrived(upload) or ()) != len(upload.numbers):
                     raise StoreError("the server did not copy the parts as asked", operation="copy", key=key)
             whole = {"MultipartUpload": {"Parts": [arrived[number] for number in upload.numbers]}}
-            self._complete(key, {**upload_id, **whole}, condition, is_gone)
+            # Ceph ignores the condition here: this check leaves a gap of a moment, not of the whole upload.
+            if condition is not None and self._client.tag(key) != condition.expected:
+                raise changed("complete", key)
+            self._client.ask_if("complete_multipart_upload", key, condition, {**upload_id, **whole}, doubt=is_gone)
         except StoreNotFoundError:
             # Completed, and just the answer was lost? Then the object bears the upload's mark.
             return len(arrived) == len(upload.numbers) and self._made(upload)
@@ -271,24 +257,14 @@ class MultipartUploads:
             # With a journal, the next attempt continues after the arrived parts, maybe with other credentials. Without
             # any, it could not be removed either.
             if journal is None or is_final(error):
-                self._abort_after(error, key, upload.upload_id)
+                # Asked once only: the server may have failed, and the next look for stale uploads finds it.
+                once = threading.Event()
+                once.set()
+                self._let_go(key, upload.upload_id, once)
                 if journal is not None:
                     journal.clear()
             raise
         return True
-
-    def _complete(
-        self, key: str, given: Mapping[str, Any], condition: Condition | None, doubt: Callable[[], None]
-    ) -> None:
-        if condition is None:
-            self._client.ask("complete_multipart_upload", key, given, doubt=doubt)
-            return
-        # Ceph ignores the condition here: this check leaves a gap of a moment, not of the whole upload.
-        if self._client.tag(key) != condition.expected:
-            raise changed("complete", key)
-        if condition.look is not None:
-            condition.look()
-        self._client.ask_if("complete_multipart_upload", key, condition.expected, given, doubt=doubt)
 
     def _begin(
         self, key: str, data: UploadContent | Copied, part_size: int, journal: UploadJournal | None
@@ -307,7 +283,7 @@ class MultipartUploads:
                 if not is_final(error):
                     raise
                 _log.warning("what has arrived of %s is sent again: %s", key, error)
-            self._let_go(upload)
+            self._let_go(key, upload.upload_id)
         mark = self._clock.token(8)
         answer = self._client.ask("create_multipart_upload", key, {**self._write_options, "Metadata": {MARK: mark}})
         upload = Upload(self._client.url, key, answer["UploadId"], size, part_size, mark, origin)
@@ -363,11 +339,11 @@ class MultipartUploads:
         with contextlib.suppress(StoreNotFoundError):
             self._client.ask("abort_multipart_upload", key, {"UploadId": upload_id}, cancelled=cancelled)
 
-    def _abort_after(self, failure: BaseException, key: str, upload_id: str) -> None:
-        # Asked once only: the server may have failed, and the next look for stale uploads finds it.
-        once = threading.Event()
-        once.set()
+    def _let_go(self, key: str, upload_id: str, cancelled: threading.Event | None = None) -> None:
+        """Aborts an upload that is of no use; if that is not allowed, or was cancelled, it stays on the server."""
         try:
-            self._abort(key, upload_id, once)
+            self._abort(key, upload_id, cancelled)
         except StoreError as error:
-            _log.warning("parts of an upload stay on the server (%s) after: %s", error, failure)
+            if cancelled is None and not is_final(error):
+                raise
+            _log.warning("parts of an upload stay on the server: %s", error)
