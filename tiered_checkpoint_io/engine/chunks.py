@@ -26,7 +26,7 @@ from tiered_checkpoint_io.errors import (
     StoreError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_needed
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.node import MemoryFullError, is_lost, release, try_lock
 from tiered_checkpoint_io.memory.parts import Incoming, StoredPart, reading
 from tiered_checkpoint_io.memory.slots import Slot, clean_dead
@@ -179,7 +179,7 @@ class Copies:
             self.read(lambda store, entry: fetch_chunk(store, entry, index, chunk, write=write))
             progress(index)
 
-        in_parallel_as_needed(one, range(len(ranges)), concurrency)
+        in_parallel(one, range(len(ranges)), concurrency, as_needed=True)
 
 
 def writer_to(descriptor: int) -> Write:

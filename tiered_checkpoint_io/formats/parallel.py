@@ -6,8 +6,6 @@ import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -19,12 +17,17 @@ _REQUESTS = 8
 _FEW, _SLOW_S = 4, 0.1
 
 
-def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int = _REQUESTS) -> list[_R]:
+def in_parallel(
+    work: Callable[[_T], _R], items: Iterable[_T], concurrency: int = _REQUESTS, *, as_needed: bool = False
+) -> list[_R]:
     """Does ``work`` on each item, a few at a time; returns the results, in order.
 
     The caller's thread works as well: on two cores, a third thread that hands out the work and waits for it would take
     turns with them. After the first failure, or an interrupt, no further job begins; none runs any more when the error
     is raised.
+
+    With ``as_needed``, for large reads, few threads begin, and their number doubles whenever none is done for a while:
+    a distant server sends little on one connection, but a few connections to a near one fill the network.
     """
     todo = list(items)
     if min(len(todo), concurrency) < 2:
@@ -33,7 +36,13 @@ def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int 
     done: dict[int, _R] = {}
     failed: dict[int, BaseException] = {}
 
-    def take() -> None:
+    over = threading.Event()
+
+    def take(patience: int = 0) -> None:
+        while left and patience:
+            before = len(done)
+            over.wait(_SLOW_S)
+            patience -= len(done) == before
         while left:
             try:
                 index, item = left.popleft()
@@ -48,7 +57,11 @@ def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int 
 
     # The caller's question and its bound hold for its threads.
     threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(take,), name=f"tiered-parallel-{number}")
+        threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(take, (number // _FEW).bit_length() if as_needed else 0),
+            name=f"tiered-parallel-{number}",
+        )
         for number in range(1, min(len(todo), concurrency))
     ]
     begun: list[threading.Thread] = []
@@ -63,6 +76,7 @@ def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int 
         contextvars.copy_context().run(take)
     finally:
         left.clear()
+        over.set()
         for thread in begun:
             thread.join()
     if failed:
@@ -74,31 +88,3 @@ def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int 
         finally:
             del error
     return [done[index] for index in range(len(todo))]
-
-
-def in_parallel_as_needed(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> list[_R]:
-    """Does :func:`in_parallel` for large reads: with few threads at first, and more as long as none is done.
-
-    A distant server sends little on one connection. A few connections to a near server fill the network, and more
-    threads only wait for the interpreter.
-    """
-    todo = list(items)
-    if min(len(todo), concurrency) <= _FEW:
-        return in_parallel(work, todo, concurrency)
-    left, allowed = iter(todo), _FEW
-    jobs: list[Future[_R]] = []
-    running: set[Future[_R]] = set()
-    pool = ThreadPoolExecutor(concurrency, thread_name_prefix="tiered-parallel")
-    try:
-        while len(jobs) < len(todo) or running:
-            for item in islice(left, allowed - len(running)):
-                jobs.append(pool.submit(contextvars.copy_context().run, work, item))
-                running.add(jobs[-1])
-            done, running = wait(running, timeout=_SLOW_S, return_when=FIRST_COMPLETED)
-            if any(job.exception() is not None for job in done):
-                break
-            if not done:
-                allowed = min(2 * allowed, concurrency)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return [job.result() for job in jobs]

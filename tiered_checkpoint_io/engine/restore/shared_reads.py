@@ -33,7 +33,7 @@ from tiered_checkpoint_io.engine.chunks import (
     writer_to,
 )
 from tiered_checkpoint_io.errors import MemoryTierError, RestoreError
-from tiered_checkpoint_io.formats.parallel import in_parallel_as_needed
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.node import needs_space, private_folder
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
@@ -204,7 +204,7 @@ class FetchedFile:
         deadline = math.inf
         while missing:
             before = len(missing)
-            in_parallel_as_needed(self._fetch, missing, self._concurrency)
+            in_parallel(self._fetch, missing, self._concurrency, as_needed=True)
             # Chunks that others were fetching are here by now, or theirs to finish, or ours if they died.
             missing, now = self._missing(missing), self._clock.monotonic()
             if deadline == math.inf or len(missing) < before:
@@ -234,7 +234,7 @@ class FetchedFile:
             else:
                 self._copies.read(lambda store, entry: fetch_targets(store, entry, index, wanted[index]))
 
-        in_parallel_as_needed(one, wanted, self._concurrency)
+        in_parallel(one, wanted, self._concurrency, as_needed=True)
 
     def ensure_shared(self, indices: Iterable[int], *, alone: Callable[[int], bool]) -> None:
         """Fetches the chunks that several ranks of this node read; raises as :meth:`ensure`."""
