@@ -235,13 +235,13 @@ def test_a_slot_is_pinned_once_it_is_touched_where_a_gpu_is_used(runtime, monkey
     capturer = Capturer(tier, pins)
     capturer.prepare(40 * MIB, first=True)
     wanted = [40 * MIB] if has_gpu else []
-    until(lambda: tier.is_prepared(40 * MIB) and list(runtime.registered.values()) == wanted)
+    until(lambda: tier.pool.is_prepared(40 * MIB) and list(runtime.registered.values()) == wanted)
     # Too small for the next: it goes, and with it what was registered.
     with runtime.device(0):
         # On a thread of ours.
         capturer.prepare(90 * MIB)
     wanted = [26 * MIB, 40 * MIB, 64 * MIB] if has_gpu else []
-    until(lambda: tier.is_prepared(90 * MIB) and sorted(runtime.registered.values()) == wanted)
+    until(lambda: tier.pool.is_prepared(90 * MIB) and sorted(runtime.registered.values()) == wanted)
     capturer.close()
     with runtime.device(0):
         tier.close()

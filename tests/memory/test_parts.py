@@ -83,12 +83,12 @@ def test_a_damaged_part_is_shown_and_can_be_quarantined(tier, damage):
     else:
         (bad.folder / "part.json").write_bytes((good.folder / "part.json").read_bytes())
     assert [part.save_id for part in tier.parts()] == [good.save_id]
-    ((folder, _),) = tier.damaged()
+    ((folder, _),) = tier.unreadable()
     assert folder == bad.folder
     kept = tier.quarantine(folder, "test")
     assert (kept / "step=2.ckpt").read_bytes() == b"bad!"
     assert (kept / "reason.txt").read_text() == "test"
-    assert tier.damaged() == []
+    assert tier.unreadable() == []
     assert not bad.folder.parent.exists()
     # Another process has found it, too; later the same part is back, from a peer, and damaged again.
     assert MemoryTier(tier.root).quarantine(folder, "again") == kept.parent
@@ -216,13 +216,13 @@ def test_a_missing_memory_dir_and_one_on_disk(tmp_path):
 
 def test_the_slots_of_the_living_stay_and_what_the_dead_left_goes(tier, memory_dir):
     held = tier.acquire(MIB)
-    tier.prepare(MIB, lambda: False)
+    tier.pool.prepare(MIB, lambda: False)
     script = f"""
         import os, signal
         from tiered_checkpoint_io.memory.tier import MemoryTier
         tier = MemoryTier.open({memory_dir!r}, "test")
         tier.acquire({MIB})
-        tier.prepare({MIB}, lambda: False)
+        tier.pool.prepare({MIB}, lambda: False)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     assert python(script).returncode == -signal.SIGKILL

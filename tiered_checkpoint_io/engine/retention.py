@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tiered_checkpoint_io.memory.node import MemoryFullError
+from tiered_checkpoint_io.memory.node import BusyError, MemoryFullError
 from tiered_checkpoint_io.memory.parts import PINNED, StoredPart, is_read
-from tiered_checkpoint_io.memory.slots import BusyError, Slot
+from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import Place

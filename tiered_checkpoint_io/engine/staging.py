@@ -440,7 +440,7 @@ class Capturer:
                 which may take long.
         """
         self._stopped.set()
-        if self._tier.is_prepared(size):
+        if self._tier.pool.is_prepared(size):
             # Retention has freed the slot of an earlier save, as it mostly has.
             return
         self._stopped = stopped = threading.Event()
@@ -456,7 +456,7 @@ class Capturer:
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
             if are_slow() and self._clock.wait(stopped, _PAUSE_S):
                 return
-            self._tier.prepare(size, stopped.is_set)
+            self._tier.pool.prepare(size, stopped.is_set)
 
         # If no thread is left for it, the next save takes its pages itself, and this one is there.
         with contextlib.suppress(OSError):
@@ -474,7 +474,7 @@ class Capturer:
             self._clock.join(touching, _LOOK_S)
         with torch.cuda.device(device), beside_graphs() as may:
             if may:
-                self._tier.prepare(size, stopped.is_set, self._pins.pin_piece)
+                self._tier.pool.prepare(size, stopped.is_set, self._pins.pin_piece)
 
     def close(self) -> None:
         """Ends background preparation."""

@@ -131,8 +131,7 @@ def _fields(path: Path) -> dict[str, int]:
 def mounts() -> list[tuple[str, str]]:
     """Returns the mount point and kind of each file system; none without /proc.
 
-    Raises:
-        OSError: The mount table can't be read now, as by a process that is out of descriptors.
+    Raises OSError if the mount table can't be read now, as by a process that is out of descriptors.
     """
     try:
         table = Path("/proc/self/mounts").read_bytes()
@@ -261,23 +260,35 @@ class MemoryFullError(MemoryTierError):
 
 @contextlib.contextmanager
 def needs_space(what: str, *, operation: str, key: str, hint: str = FULL_HINT) -> Iterator[None]:
-    """Translates errors of a block that takes space of the memory tier.
-
-    Args:
-        what: The thing that has no space, as a sentence.
-        operation: The operation in progress.
-        key: The path.
-        hint: Advice for the user.
-
-    Raises:
-        MemoryFullError: There is no space; other errors are raised unchanged.
-    """
+    """Raises MemoryFullError, which says ``what`` has no space, for a block that finds none in the memory tier."""
     try:
         yield
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
         raise MemoryFullError(what, operation=operation, tier="memory", key=key, hint=hint) from error
+
+
+class BusyError(MemoryFullError):
+    """Another process takes room, and has not ended; there may be enough."""
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path | str, doing: str, clock: Clock) -> Iterator[None]:
+    """Lets one process of the node at a time into the block; raises BusyError if another is ``doing`` it for long."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    timing = clock.timing
+    try:
+        if not flock(lock, timing.space_wait_s, timing.space_poll_s, clock):
+            text = f"another process has been {doing} for more than {timing.space_wait_s:.0f} s"
+            raise BusyError(text, operation="stage", tier="memory", key=str(folder))
+        try:
+            yield
+        finally:
+            # Unlocked explicitly: a process that was forked meanwhile has the same open file.
+            fcntl.flock(lock, fcntl.LOCK_UN)
+    finally:
+        os.close(lock)
 
 
 def is_scarcity(error: BaseException) -> bool:
@@ -314,33 +325,29 @@ def write_over(path: Path, data: bytes) -> None:
         file.truncate()
 
 
-def problem_with(folder: Path) -> str:
-    """Makes a folder of this user only; returns the problem with the one that is there, or ""."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-    facts = os.lstat(folder)
-    if stat.S_ISLNK(facts.st_mode):
-        return "is a symbolic link"
-    if not stat.S_ISDIR(facts.st_mode):
-        return "is not a folder"
-    if facts.st_uid != os.getuid():
-        return f"belongs to user {facts.st_uid}, not to {os.getuid()}"
-    if stat.S_IMODE(facts.st_mode) & 0o077:
-        return f"is open to others (mode {stat.S_IMODE(facts.st_mode):04o})"
-    return ""
-
-
 def private_folder(folder: Path) -> bool:
     """Makes a folder of the memory tier; returns whether it was open to its group, and was closed to it.
 
-    Kubernetes opens all folders of a volume to the group ``fsGroup`` when a pod starts.
-
-    Raises:
-        MemoryTierError: The existing folder is open to other users, or theirs.
+    Kubernetes opens all folders of a volume to the group ``fsGroup`` when a pod starts. Raises MemoryTierError if the
+    existing folder is open to other users, or theirs.
     """
-    problem = problem_with(folder)
-    was_open = bool(problem) and _close_to_group(folder)
-    if problem and not was_open:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    facts, problem = os.lstat(folder), ""
+    mode = stat.S_IMODE(facts.st_mode)
+    if stat.S_ISLNK(facts.st_mode):
+        problem = "is a symbolic link"
+    elif not stat.S_ISDIR(facts.st_mode):
+        problem = "is not a folder"
+    elif facts.st_uid != os.getuid():
+        problem = f"belongs to user {facts.st_uid}, not to {os.getuid()}"
+    elif mode & 0o007:
+        problem = f"is open to others (mode {mode:04o})"
+    elif mode & 0o070:
+        # Nobody else can put a link in its place: it is this user's.
+        folder.chmod(0o700)
+        return True
+    if problem:
         raise MemoryTierError(
             f"the memory tier's folder {problem}",
             operation="open",
@@ -349,33 +356,12 @@ def private_folder(folder: Path) -> bool:
             hint="remove it, or name another memory_dir",
             reason="unsafe",
         )
-    return was_open
-
-
-def _close_to_group(folder: Path) -> bool:
-    """Closes a folder of this user that is open to its group only; returns whether it is one."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        facts = os.fstat(descriptor)
-        if facts.st_uid != os.getuid() or facts.st_mode & 0o007:
-            return False
-        os.fchmod(descriptor, 0o700)
-        return True
-    finally:
-        os.close(descriptor)
+    return False
 
 
 @contextlib.contextmanager
 def opening(root: Path) -> Iterator[None]:
-    """Raises errors of a block that makes a root of the memory tier.
-
-    Raises:
-        MemoryFullError: Memory has no space for the root.
-        MemoryTierError: The root can't be used, for another reason.
-    """
+    """Raises MemoryFullError or MemoryTierError for errors of a block that makes a root of the memory tier."""
     try:
         yield
     except MemoryTierError:
@@ -446,11 +432,7 @@ _guard = threading.Lock()
 def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0, clock: Clock = SYSTEM) -> int | None:
     """Takes a lock on a file, which is made if missing; several processes may hold a shared one.
 
-    Returns:
-        A descriptor for :func:`release`; None if another still holds the lock after ``patience_s`` seconds.
-
-    Raises:
-        MemoryFullError: The file is missing, and there is no space for it.
+    Returns a descriptor for :func:`release`; None if another still holds the lock after ``patience_s`` seconds.
     """
     with needs_space("no space for a lock file", operation="lock", key=str(path)):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -22,11 +22,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.memory.node import MemoryFullError, flock, inode_at, inode_of, needs_space, register_owner
+from tiered_checkpoint_io.memory.node import MemoryFullError, alone_in, inode_at, inode_of, needs_space, register_owner
 
 HUGE = 2 << 20
 #: Less than that is quickly touched.
@@ -66,16 +66,9 @@ class Mapped:
     """
 
     def __init__(self, descriptor: int, size: int, *, start: int = 0, shared: bool) -> None:
-        """Maps ``size`` bytes from ``start`` on, a multiple of :data:`HUGE`, for reading and writing.
+        """Maps ``size`` bytes, 1 at least, from ``start`` on, a multiple of :data:`HUGE`, for reading and writing.
 
-        Args:
-            descriptor: The file; open for reading is enough if ``shared`` is False.
-            size: 1 at least.
-            start: Offset in the file.
-            shared: True if writes get into the file.
-
-        Raises:
-            OSError: There is no memory for it.
+        If ``shared``, writes get into the file; otherwise a descriptor that is open for reading is enough.
         """
         # Room that surely contains such a multiple; the rest is given back.
         around = size + HUGE
@@ -112,17 +105,8 @@ class Mapped:
 def take_space(descriptor: int, start: int, end: int, *, patient: bool = False) -> int:
     """Takes the space of a file's bytes from ``start`` up to ``end``; a part of it may be taken already.
 
-    Args:
-        descriptor: The file.
-        start: Bytes from its start.
-        end: The same.
-        patient: True if no thread waits: huge pages are taken although small ones take less time.
-
-    Returns:
-        The end of the bytes in huge pages; ``start`` if there are none.
-
-    Raises:
-        OSError: There is not enough space.
+    If it is ``patient``, as no thread waits, huge pages are taken although small ones take less time. Returns the end
+    of the bytes in huge pages; ``start`` if there are none. Raises OSError if there is not enough space.
     """
     low, high, huge = -(-start // HUGE) * HUGE, end // HUGE * HUGE, start
     if high - low >= LEAST and are_worth_asking(descriptor, patient=patient):
@@ -156,15 +140,8 @@ def make_huge(
 ) -> int:
     """Makes pages of a mapped file huge, as far as the kernel does it; bytes that are there stay.
 
-    Args:
-        mapped: The file, of which each stretch of :data:`HUGE` bytes has a page at least.
-        start: Bytes from the mapping's start, a multiple of :data:`HUGE`.
-        end: The same.
-        take: Makes that page from one place up to another; returns whether it could.
-        patient: As :func:`take_space` takes it.
-
-    Returns:
-        The end of the huge pages; ``start`` for none.
+    Both ends are multiples of :data:`HUGE`; each stretch of so many bytes has a page, or ``take`` makes it, from one
+    place up to another, and returns whether it could. Returns the end of the huge pages; ``start`` for none.
     """
     global _resting_until, _slow_until
     low, step = start, _STEP if patient else HUGE
@@ -298,24 +275,16 @@ class Slot:
             os.close(descriptor)
 
 
-class BusyError(MemoryFullError):
-    """Another process takes room, and has not ended; there may be enough."""
-
-
 class SlotPool:
     """Makes, lends and takes back the slots of this process, in one folder."""
 
     def __init__(
         self, folder: str, room: Callable[[], int], clock: Clock, unmap: Callable[[memoryview, int], None] | None = None
     ) -> None:
-        """Makes an empty pool.
+        """Makes an empty pool over a folder; ``room`` returns the bytes that the budget still allows.
 
-        Args:
-            folder: Folder of free slots.
-            room: Bytes that the budget still allows, beyond what is in use.
-            clock: For waits and names.
-            unmap: Called with each mapping that loses pages, and the number of bytes that keep theirs: registered
-                pinned memory consists of these pages, and a device would still copy into them.
+        ``unmap`` is called with each mapping that loses pages, and the number of bytes that keep theirs: registered
+        pinned memory consists of these pages, and a device would still copy into them.
         """
         self._folder = folder
         self._room = room
@@ -341,9 +310,7 @@ class SlotPool:
     def acquire(self, size: int) -> Slot:
         """Returns a slot with ``size`` bytes of space taken on the file system.
 
-        Raises:
-            MemoryFullError: The budget or the file system has no room; the only change is that free slots were given
-                up.
+        Raises MemoryFullError if the budget or the file system has no room; then it only gives free slots up.
         """
         with self._lock:
             self._drop_unlinked()
@@ -530,7 +497,8 @@ class SlotPool:
         if size <= slot.reserved:
             slot.reserve(size)
             return
-        with self._taking_space():
+        # One process at a time looks at the free room and takes it.
+        with alone_in(self._folder, "reserving memory", self._clock):
             need, room = size - slot.reserved, self._room()
             if need > room:
                 raise MemoryFullError(
@@ -543,23 +511,6 @@ class SlotPool:
             text = f"no space for a checkpoint of {size} bytes"
             with needs_space(text, operation="stage", key=slot.path, hint=self._hint):
                 slot.reserve(size, patient=patient)
-
-    @contextlib.contextmanager
-    def _taking_space(self) -> Iterator[None]:
-        """Lets one process of the node at a time look at the free room and take it."""
-        lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        timing = self._clock.timing
-        try:
-            if not flock(lock, timing.space_wait_s, timing.space_poll_s, self._clock):
-                text = f"another process has been reserving memory for more than {timing.space_wait_s:.0f} s"
-                raise BusyError(text, operation="stage", tier="memory", key=self._folder)
-            try:
-                yield
-            finally:
-                # Unlocked explicitly: a process that was forked meanwhile has the same open file.
-                fcntl.flock(lock, fcntl.LOCK_UN)
-        finally:
-            os.close(lock)
 
     def _slot_name(self) -> str:
         return f"slot-{os.getpid()}-{self._clock.token(6)}"

@@ -44,6 +44,7 @@ from tiered_checkpoint_io.memory.node import (
     FULL_HINT,
     NO_SPACE,
     MemoryFullError,
+    alone_in,
     by_warning,
     is_local_disk,
     is_lost,
@@ -55,6 +56,7 @@ from tiered_checkpoint_io.memory.node import (
     opening,
     private_folder,
     release,
+    share,
     sync_folder,
     try_lock,
     unbounded,
@@ -98,24 +100,15 @@ class _Claim(NamedTuple):
 #: Claims of this process, by the path that was asked for.
 _claims: dict[Path, _Claim] = {}
 _guard = threading.Lock()
-#: Number of looks at another's spill: its owner may be dead, and a process that just looks may lock it.
-_TRIES = 5
 
 
 def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
     """Returns the folder of a node memory's spill, which it owns until the last process that claimed it ends.
 
-    Args:
-        base: The spill's path; ``base-2`` and so on are used if a live process uses it for another memory.
-        memory: The root of the node memory.
-        clock: For ids, and waits.
-        make: True to make one if this memory has none; if False, None is returned then.
-
-    Raises:
-        MemoryTierError: A folder is open to others, or its lock can't be had.
-        OSError: The folder can't be used for another reason.
+    If a live process uses ``base`` for another memory, ``base-2`` and so on are used. Without ``make``, returns None if
+    this memory has none. Raises OSError if the folder can't be used.
     """
-    with _guard:
+    with _guard, alone_in(base.parent, "taking a spill", clock):
         mine = _claims.get(base)
         owner = _id_of(memory) or (clock.token(16) if mine is None else mine.owner)
         if mine is not None:
@@ -129,22 +122,25 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
                     _claims[base] = mine._replace(owner=owner)
                 return mine.folder
             release(_claims.pop(base).lock)
-        others = set[Path]()
-        while (folder := _next(base, owner, others, make=make)) is not None:
-            lock = _take(folder, owner, clock, tries=_TRIES if make else 1)
+        # The owner's own, then other existing ones, then a new one.
+        folders = sorted(_siblings(base), key=lambda each: _owner_of(each) != owner)
+        new = (base.with_name(f"{base.name}-{each}") for each in itertools.count(2))
+        for folder in itertools.chain(folders, [base], new) if make else folders:
+            private_folder(folder)
+            lock = try_lock(folder / OWNER_FILE, clock=clock)
             if lock is not None:
+                # No live process has it.
+                _write_owner(lock, owner)
+                share(lock)
+            elif _owner_of(folder) == owner:
+                lock = try_lock(folder / OWNER_FILE, shared=True, clock=clock)
+            if lock is not None and not is_lost(lock):
                 _claims[base] = _Claim(folder, lock, owner)
                 return folder
-            others.add(folder)
+            if lock is not None:
+                # It was being removed.
+                release(lock)
         return None
-
-
-def _next(base: Path, owner: str, others: set[Path], *, make: bool) -> Path | None:
-    """Returns the next folder to try: the owner's own, then other existing ones, then, with ``make``, a new one."""
-    folders = sorted(_siblings(base), key=lambda each: _owner_of(each) != owner)
-    more = (base.with_name(f"{base.name}-{each}") for each in itertools.count(2))
-    new = itertools.chain([base], more) if make else iter(())
-    return next((each for each in itertools.chain(folders, new) if each not in others), None)
 
 
 def _siblings(base: Path) -> list[Path]:
@@ -178,33 +174,6 @@ def _write_owner(lock: int, owner: str) -> None:
     os.ftruncate(lock, os.pwrite(lock, owner.encode(), 0))
 
 
-def _take(folder: Path, owner: str, clock: Clock, *, tries: int) -> int | None:
-    """Claims one spill; None if another live memory has it at each try."""
-    file, timing = folder / OWNER_FILE, clock.timing
-    deadline = clock.monotonic() + timing.space_wait_s
-    while clock.monotonic() <= deadline:
-        private_folder(folder)
-        lock = try_lock(file, clock=clock)
-        if lock is not None:
-            # No live process has it. Another one may have it before the lock is shared, and its owner is read then.
-            _write_owner(lock, owner)
-            release(lock)
-        lock = try_lock(file, shared=True, patience_s=deadline - clock.monotonic(), clock=clock)
-        if lock is None:
-            break
-        # A lost spill was being removed, another's may be free at the next try.
-        lost = is_lost(lock)
-        if not lost and os.pread(lock, 1024, 0) == owner.encode():
-            return lock
-        release(lock)
-        tries -= not lost
-        if not tries:
-            return None
-        clock.sleep(timing.space_poll_s)
-    text = "another process has been changing the owner of this spill for too long"
-    raise MemoryTierError(text, operation="open", tier="memory", key=str(folder), hint="name another spill_dir")
-
-
 def _drop_in_child() -> None:
     # The locks are dropped by the module of locks.
     global _guard
@@ -236,13 +205,10 @@ def spill_root(spill_dir: str, root: Path) -> Path:
 
 
 def disk_left(root: Path, used: int, *, is_shared: bool, is_bound: bool = True) -> int:
-    """Returns the number of bytes that a spill may still take.
+    """Returns the number of bytes that a spill may take beyond ``used``.
 
-    Args:
-        root: The spill.
-        used: Bytes that the spill takes already.
-        is_shared: True if the user did not name the disk for it, so that half of the disk's free space stays free.
-        is_bound: True if the memory that this process may take bounds a spill on a tmpfs; not for one that only looks.
+    If the disk ``is_shared``, as the user did not name it, half of its free space stays free. If it ``is_bound``, the
+    memory that this process may take bounds a spill on a tmpfs; not for a process that only looks.
     """
     facts = os.statvfs(root)
     free = facts.f_bavail * facts.f_frsize
@@ -287,7 +253,7 @@ class MemoryTier:
         self._left = left
         self._clock, self._say = clock, say
         self._replicas: MemoryTier | None = None
-        self._pool = SlotPool(str(root / "slots"), self.room, clock, unmap)
+        self.pool = SlotPool(str(root / "slots"), self.room, clock, unmap)
         #: Called with each part that is saved here, once it is committed.
         self.on_commit: Callable[[StoredPart], None] | None = None
         #: The saves of which no part may go, as they are being replicated; fewer if room is urgent (True).
@@ -396,8 +362,8 @@ class MemoryTier:
         return self._spill
 
     def _spill_at(self, root: Path) -> MemoryTier:
-        spill = MemoryTier(root, unmap=self._pool.unmap, clock=self._clock)
-        spill._pool.bounded_by_disk()
+        spill = MemoryTier(root, unmap=self.pool.unmap, clock=self._clock)
+        spill.pool.bounded_by_disk()
         bound = self._left is not None
         spill._left = lambda: disk_left(root, spill.usage(), is_shared=self._shares_disk, is_bound=bound)
         return spill
@@ -428,10 +394,6 @@ class MemoryTier:
         found = [entry for entry in self._entries() if isinstance(entry, StoredPart)]
         return sorted(found, key=lambda stored: (stored.save_id, stored.folder.name))
 
-    def damaged(self) -> list[tuple[Path, Exception]]:
-        """Returns folders whose ``part.json`` cannot be read, and the errors."""
-        return [entry for entry in self._entries() if not isinstance(entry, StoredPart)]
-
     def held(self) -> list[StoredPart]:
         """Returns :meth:`parts`, and after these the :attr:`replicas`."""
         return [*self.parts(), *self.replicas.parts()]
@@ -439,8 +401,7 @@ class MemoryTier:
     def find(self, save_id: str, rank: int | None = None) -> StoredPart:
         """Returns a part of this node, or else the replica of it that this node keeps; of any rank if that is None.
 
-        Raises:
-            CheckpointNotFoundError: There is none, or no longer.
+        Raises CheckpointNotFoundError if there is none, or no longer.
         """
         # Looked for twice: a replica may become the node's own meanwhile.
         for stored in (*self.held(), *self.held()):
@@ -449,8 +410,9 @@ class MemoryTier:
         raise CheckpointNotFoundError("no longer in memory", operation="read", tier="memory", key=save_id)
 
     def unreadable(self) -> list[tuple[Path, Exception]]:
-        """Returns :meth:`damaged`, and the same of the :attr:`replicas`."""
-        return [*self.damaged(), *self.replicas.damaged()]
+        """Returns folders whose ``part.json`` cannot be read, also of the :attr:`replicas`, and the errors."""
+        entries = [*self._entries(), *self.replicas._entries()]
+        return [entry for entry in entries if not isinstance(entry, StoredPart)]
 
     def quarantined(self) -> list[Path]:
         """Returns the folders of parts that were found corrupt."""
@@ -473,19 +435,11 @@ class MemoryTier:
     # ------------------------------------------------------------------------------- writing
     def acquire(self, size: int) -> Slot:
         """Returns a slot of ``size`` bytes; raises as :meth:`SlotPool.acquire` does."""
-        return self._pool.acquire(size)
-
-    def is_prepared(self, size: int) -> bool:
-        """See :meth:`SlotPool.is_prepared`."""
-        return self._pool.is_prepared(size)
-
-    def prepare(self, size: int, stopped: Callable[[], bool], pin: Callable[[memoryview], bool] | None = None) -> None:
-        """See :meth:`SlotPool.prepare`."""
-        self._pool.prepare(size, stopped, pin)
+        return self.pool.acquire(size)
 
     def give_back(self, slot: Slot) -> None:
         """Returns a slot that will not be committed."""
-        self._home(slot.path)._pool.give_back(slot)
+        self._home(slot.path).pool.give_back(slot)
 
     def is_taken(self, save_id: str, rank: int) -> bool:
         """Returns True if a part's folder exists, readable or not."""
@@ -496,11 +450,9 @@ class MemoryTier:
     ) -> StoredPart:
         """Commits a filled part, atomically.
 
-        Args:
-            part: Its description.
-            slots: Its filled slots by basename, which belong to the tier afterwards, and small files as bytes.
-            drained: True if the durable tier has it already.
-            saved: True for a save, of which peers are to get copies; False for a part of a restore.
+        ``slots`` are its filled slots by basename, which belong to the tier afterwards, and small files as bytes.
+        ``drained``: the durable tier has it already. ``saved``: it is of a save, of which peers are to get copies, and
+        not of a restore.
 
         Raises:
             MemoryFullError: The file system is full; the part and its slots are removed.
@@ -528,7 +480,7 @@ class MemoryTier:
                     continue
                 os.rename(slot.path, target)
                 slot.path = str(target)
-                home._pool.committed(slot, entry.size)
+                home.pool.committed(slot, entry.size)
             prepare_markers(fresh, drained=drained)
             write_private(fresh / PART_FILE, part.to_json())
             os.rename(fresh, folder)
@@ -538,7 +490,7 @@ class MemoryTier:
             # The files had their space, their description has none: give all of it back.
             for slot in slots.values() if is_full else ():
                 if not isinstance(slot, bytes):
-                    home._pool.forget(slot.path)
+                    home.pool.forget(slot.path)
             shutil.rmtree(fresh, ignore_errors=True)
             if is_full and not isinstance(error, MemoryFullError):
                 raise MemoryFullError("no space for a folder", **what, hint=FULL_HINT) from error
@@ -553,11 +505,7 @@ class MemoryTier:
         return stored
 
     def adopt(self, copy: StoredPart, *, drained: bool) -> StoredPart:
-        """Makes one of the :attr:`replicas` this node's own part: the node that had it is lost.
-
-        Raises:
-            CheckpointNotFoundError: The replica was removed meanwhile.
-        """
+        """Makes one of the :attr:`replicas` this node's own part: the node that had it is lost."""
         folder = self._parts / copy.save_id / copy.folder.name
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -608,7 +556,7 @@ class MemoryTier:
         with contextlib.suppress(OSError):
             sync_folder(stored.folder.parent)  # after a power loss it must not be there without its marks
             os.rmdir(stored.folder.parent)
-        pinned, pool = (trash / PINNED).exists(), self._home(trash)._pool
+        pinned, pool = (trash / PINNED).exists(), self._home(trash).pool
         for entry in stored.part.content.files:
             with contextlib.suppress(FileNotFoundError):
                 (pool.forget if pinned else pool.recycle)(str(trash / entry.basename))
@@ -639,7 +587,7 @@ class MemoryTier:
 
     def close(self) -> None:
         """Gives free slots back to the node; committed parts stay."""
-        self._pool.close()
+        self.pool.close()
         for tier in (self._replicas, self._spill):
             if tier is not None:
                 tier.close()
