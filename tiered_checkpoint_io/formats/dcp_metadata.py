@@ -6,7 +6,6 @@ below make only the classes that DCP itself writes.
 
 from __future__ import annotations
 
-import pathlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,11 +72,8 @@ def _properties(call: Call, convert: Converter) -> metadata.TensorProperties:
     return made  # type: ignore[no-any-return]
 
 
-def _path(cls: type) -> Rule:
-    """Returns the maker of a path, which may be of another system: the folder that the checkpoint was written to."""
-    return lambda call, _: cls(*(each for each in call.args if type(each) is str))
-
-
+#: The paths name the folder that the checkpoint was written to.
+_SHARED = ("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath")
 _RULES: Mapping[str, Rule] = {
     **{
         f"{metadata.__name__}.{cls.__name__}": _record(cls)
@@ -91,14 +87,10 @@ _RULES: Mapping[str, Rule] = {
     },
     f"{metadata.__name__}.MetadataIndex": _index,
     f"{metadata.__name__}.TensorProperties": _properties,
-    f"{metadata.__name__}.{_ENCODING.__name__}": lambda call, _: _ENCODING(
-        *(each for each in call.args if type(each) is int)
-    ),
+    f"{metadata.__name__}.{_ENCODING.__name__}": safe_pickle.made_of(int),
     f"{filesystem.__name__}._StorageInfo": _record(filesystem._StorageInfo),
     "collections.OrderedDict": safe_values.mapping(OrderedDict),
-    "pathlib.PosixPath": _path(pathlib.PurePosixPath),
-    "pathlib.WindowsPath": _path(pathlib.PureWindowsPath),
-    **{name: safe_values.RULES[name] for name in ("torch.Size", "torch.serialization._get_layout")},
+    **{name: safe_values.RULES[name] for name in _SHARED},
 }
 _OF_SAGEMAKER = "amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info._SageMakerStorageInfo"
 

@@ -78,14 +78,9 @@ class Copies:
     def __init__(
         self, target: ctypes.Array[Any], offsets: _Integers, lengths: _Integers, addresses: _Integers, *, piece: int
     ) -> None:
-        """Cuts stretches up.
+        """Takes a buffer, which is not kept alive, and the stretches that are copied into it, of which none overlap.
 
-        Args:
-            target: The buffer, which is not kept alive.
-            offsets: Offset of each stretch's bytes in it; none overlap.
-            lengths: Length of each stretch.
-            addresses: Address of each stretch.
-            piece: Number of bytes of the buffer that are filled at once.
+        ``piece`` bytes of the buffer are filled at once.
         """
         order = np.argsort(offsets, kind="stable")
         order = order[lengths[order] > 0]
@@ -291,16 +286,11 @@ class StorageRegions(Sequence[StorageRegion]):
         return StorageRegion(offset, nbytes, self.storages[index], start)
 
 
-def cores_of_rank() -> int:
-    """Returns the node's cores, shared with the other local ranks."""
+def default_threads() -> int:
+    """Returns the number of threads that copy by default: a share of the node's cores for each local rank."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, cores // max(1, int(ranks) if ranks.isdigit() else 1))
-
-
-def default_threads() -> int:
-    """Returns the number of threads that copy by default."""
-    return min(_MAX_THREADS, cores_of_rank())
+    return min(_MAX_THREADS, max(1, cores // max(1, int(ranks) if ranks.isdigit() else 1)))
 
 
 class Filling:
@@ -505,20 +495,6 @@ def _integers(values: Iterable[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.fromiter(values, np.int64)
 
 
-def hash_chunks(content: memoryview, threads: int) -> tuple[str, ...]:
-    """Returns the hashes of a file's chunks, as :meth:`Filling.run` does."""
-
-    def hash_chunk(chunk: tuple[int, int]) -> str:
-        start, length = chunk
-        hasher = xxhash.xxh3_128()
-        with content[start : start + length] as data:
-            # Releases the interpreter lock, which training needs meanwhile.
-            hasher.update(data)
-        return hasher.hexdigest()
-
-    return tuple(in_parallel(hash_chunk, chunk_ranges(len(content), chunk_size_for(len(content))), threads))
-
-
 @dataclass(frozen=True, eq=False)
 class Image:
     """A planned file.
@@ -588,4 +564,13 @@ class Image:
 
         Hashing during the copy costs less in all. Hashing later costs the caller of :meth:`fill` less.
         """
-        return hash_chunks(view[: self.size], threads or default_threads())
+
+        def hash_chunk(chunk: tuple[int, int]) -> str:
+            start, length = chunk
+            hasher = xxhash.xxh3_128()
+            with view[start : start + length] as data:
+                # Releases the interpreter lock, which training needs meanwhile.
+                hasher.update(data)
+            return hasher.hexdigest()
+
+        return tuple(in_parallel(hash_chunk, chunk_ranges(self.size, self.chunk_size), threads or default_threads()))

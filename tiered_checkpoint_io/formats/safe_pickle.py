@@ -106,12 +106,11 @@ _NOT_MADE, _BEING_MADE = _Mark(), _Mark()
 def parse(data: bytes) -> tuple[Any, list[str]]:
     """Returns the content of a pickle as data, and all names in it except those that only hold another one.
 
-    Raises:
-        RefusedError: The pickle is damaged, or does something that no pickle of a checkpoint does.
+    Raises RefusedError if it is damaged, or does something that no pickle of a checkpoint does.
     """
     parser = _Parser(data)
     try:
-        with _without_collection():
+        with collecting_later():
             root = parser.run()
     except RefusedError:
         raise
@@ -262,11 +261,7 @@ class _Parser:
 
 
 def checked_key(key: Any) -> Any:
-    """Returns a key whose hash takes a bounded time and depth: Python hashes nested tuples by recursion.
-
-    Raises:
-        RefusedError: The key is too large.
-    """
+    """Returns a key whose hash takes a bounded time and depth: Python hashes nested tuples by recursion."""
     if type(key) in (tuple, frozenset):
         elements = [key]
         for each in elements:
@@ -553,6 +548,11 @@ def plain_arguments(call: Call, convert: Converter, *kinds: type) -> Any:
     return args
 
 
+def made_of(*kinds: type) -> Rule:
+    """Returns the rule for a class that makes only data of any arguments of these very types."""
+    return lambda call, convert: imported(call.name)(*plain_arguments(call, convert, *kinds))
+
+
 def steps(call: Call, *kinds: str) -> Iterator[tuple[str, Any]]:
     """Yields the kind and content of the steps of a call, if they are of some kinds."""
     for kind, content in call.steps:
@@ -608,16 +608,32 @@ def record(call: Call, convert: Converter) -> Any:
     return made
 
 
+#: One for each block that has switched the collector off, and is to switch it on again.
+_off: list[None] = []
+
+
 @contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Puts the collector of garbage off: it would look at all of a large pickle again and again, and find nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+def collecting_later() -> Iterator[None]:
+    """Pauses the garbage collector in the block; it would look at all objects of the process several times."""
+    enabled = gc.isenabled()
+    _off.extend([None] * enabled)
     try:
+        gc.disable()
         yield
     finally:
-        if was_enabled:
+        if enabled:
             gc.enable()
+            del _off[-1:]
+
+
+def _collect_in_child() -> None:
+    # The thread that would switch it on again is not there.
+    if _off:
+        _off.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_collect_in_child)
 
 
 def _no_storage(_: Any) -> Any:
@@ -625,22 +641,16 @@ def _no_storage(_: Any) -> Any:
 
 
 def load(data: bytes, allowed: Allowed, load_storage: Callable[[Any], Any] = _no_storage) -> Any:
-    """Returns the content of a pickle.
+    """Returns the content of a pickle; raises RefusedError if it is damaged, or holds something that is not allowed.
 
-    Args:
-        data: The pickle.
-        allowed: Objects that it may hold besides data.
-        load_storage: Loads a storage by its persistent id, as the parser made the id.
-
-    Raises:
-        RefusedError: The pickle is damaged, or holds something that is not allowed.
+    ``load_storage`` loads a storage by its persistent id, as the parser made the id.
     """
     root, names = parse(data)
     lacking = allowed.lacks(names)
     if lacking:
         raise RefusedError(f"Unsupported global: {lacking[0]} is not allowed", lacking)
     try:
-        with _without_collection():
+        with collecting_later():
             return Converter(allowed, load_storage)(root)
     except RefusedError:
         raise

@@ -22,6 +22,7 @@ from tiered_checkpoint_io.formats.safe_pickle import (
     attributes,
     expect,
     imported,
+    made_of,
     plain_arguments,
     record,
     shape_of,
@@ -44,9 +45,8 @@ _MOST = 2**63 - 1
 def storages(load: Callable[[Any], Any], record_size: Callable[[str], int] | None) -> Callable[[Any], Any]:
     """Returns a loader of storages by their persistent ids.
 
-    Args:
-        load: Loads one by a checked id, as ``torch.load`` does.
-        record_size: Returns the bytes of a record of the file; None if a storage can't be larger than its record.
+    ``load`` loads one by a checked id, as ``torch.load`` does. ``record_size`` returns the bytes of a record of the
+    file; None if a storage can't be larger than its record.
     """
     known: dict[tuple[str, str], Any] = {}
 
@@ -285,10 +285,6 @@ def _size(call: Call, _: Converter) -> torch.Size:
     return torch.Size(shape_of(sizes))
 
 
-def _device(call: Call, convert: Converter) -> torch.device:
-    return torch.device(*plain_arguments(call, convert, str, int))
-
-
 def _layout(call: Call, convert: Converter) -> Any:
     (name,) = plain_arguments(call, convert, str)
     return cast("Any", torch.serialization)._get_layout(name)
@@ -323,6 +319,6 @@ RULES: Mapping[str, Rule] = {
     **{f"{_PLACEMENTS}.{name}": _placement for name in ("Partial", "Replicate", "Shard", "_StridedShard")},
     **dict.fromkeys((_DTENSOR, _NESTED, *_STORAGES), only_named),
     "torch.Size": _size,
-    "torch.device": _device,
+    "torch.device": made_of(str, int),
     "torch.serialization._get_layout": _layout,
 }

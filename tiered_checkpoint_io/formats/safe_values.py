@@ -37,6 +37,7 @@ from tiered_checkpoint_io.formats.safe_pickle import (
     expect,
     fill,
     imported,
+    made_of,
     plain_arguments,
     record,
     shape_of,
@@ -76,6 +77,8 @@ _RECORDS: dict[str, tuple[str, ...]] = {
     "argparse": ("Namespace",),
     "types": ("SimpleNamespace",),
 }
+#: Enumerations of words.
+_STATES = ("RunningStage", "TrainerFn", "TrainerStatus")
 _CONFIGS = (
     *("dictconfig.DictConfig", "listconfig.ListConfig", "base.ContainerMetadata", "base.Metadata", "nodes.AnyNode"),
     *("nodes.BooleanNode", "nodes.BytesNode", "nodes.EnumNode", "nodes.FloatNode", "nodes.IntegerNode"),
@@ -155,17 +158,6 @@ def _byte_array(call: Call, convert: Converter) -> bytearray:
     return bytearray(*args)
 
 
-def _made_of(make: Callable[..., Any], *kinds: type) -> Rule:
-    def rule(call: Call, convert: Converter) -> Any:
-        return make(*plain_arguments(call, convert, *kinds))
-
-    return rule
-
-
-def _path(call: Call, convert: Converter) -> Any:
-    return imported(call.name)(*plain_arguments(call, convert, str))
-
-
 def _date(make: Callable[..., Any]) -> Rule:
     def rule(call: Call, convert: Converter) -> Any:
         args = convert.passive(call.args)
@@ -190,12 +182,6 @@ def _uuid(call: Call, convert: Converter) -> uuid.UUID:
     (state,) = [content for _, content in steps(call, "build")]
     expect(type(state) is dict and set(state) <= {"int", "is_safe"} and type(state["int"]) is int, call.name)
     return uuid.UUID(int=state["int"], is_safe=uuid.SafeUUID(convert.passive(state.get("is_safe"))))
-
-
-def _word(call: Call, convert: Converter) -> Any:
-    """Makes text of a class of its own, or the member of an enumeration of words."""
-    (text,) = plain_arguments(call, convert, str)
-    return imported(call.name)(text)
 
 
 def _config(call: Call, convert: Converter) -> Any:
@@ -304,11 +290,11 @@ RULES: Mapping[str, Rule] = {
     **safe_tensors.RULES,
     **{f"{module}.{name}": record for module, names in _RECORDS.items() for name in names},
     **{f"omegaconf.{name}": _config for name in _CONFIGS},
-    **{f"pathlib.{name}": _path for name in _TYPES["pathlib"]},
-    **{f"lightning.pytorch.trainer.states.{name}": _word for name in ("RunningStage", "TrainerFn", "TrainerStatus")},
+    **{f"pathlib.{name}": made_of(str) for name in _TYPES["pathlib"]},
+    **{f"lightning.pytorch.trainer.states.{name}": made_of(str) for name in _STATES},
     # May only be named: as an argument, a call may take any memory.
     "numpy.ndarray": safe_tensors.only_named,
-    "torch.torch_version.TorchVersion": _word,
+    "torch.torch_version.TorchVersion": made_of(str),
     "builtins.dict": mapping(dict),
     "collections.OrderedDict": mapping(OrderedDict),
     "collections.Counter": mapping(collections.Counter),
@@ -322,19 +308,19 @@ RULES: Mapping[str, Rule] = {
     "_codecs.encode": _bytes,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _byte_array,
-    "builtins.bool": _made_of(bool, bool),
-    "builtins.int": _made_of(int, int),
-    "builtins.float": _made_of(float, float),
-    "builtins.str": _made_of(str, str),
-    "builtins.complex": _made_of(complex, float, int),
-    "builtins.range": _made_of(range, int),
-    "builtins.slice": _made_of(slice, int, float, str, type(None)),
+    "builtins.bool": made_of(bool),
+    "builtins.int": made_of(int),
+    "builtins.float": made_of(float),
+    "builtins.str": made_of(str),
+    "builtins.complex": made_of(float, int),
+    "builtins.range": made_of(int),
+    "builtins.slice": made_of(int, float, str, type(None)),
     "datetime.date": _date(dt.date),
     "datetime.datetime": _date(dt.datetime),
     "datetime.time": _date(dt.time),
-    "datetime.timedelta": _made_of(dt.timedelta, int),
-    "datetime.timezone": _made_of(dt.timezone, dt.timedelta, str),
-    "decimal.Decimal": _made_of(decimal.Decimal, str),
+    "datetime.timedelta": made_of(int),
+    "datetime.timezone": made_of(dt.timedelta, str),
+    "decimal.Decimal": made_of(str),
     "fractions.Fraction": _fraction,
     "uuid.UUID": _uuid,
     "numpy.dtype": _dtype,
@@ -361,11 +347,7 @@ def is_blocked(name: str) -> bool:
 
 
 def named(names: Iterable[str]) -> dict[str, Any]:
-    """Returns the classes and functions of a list, by their names there and by their own.
-
-    Raises:
-        ConfigError: A name can't be imported.
-    """
+    """Returns the classes and functions of a list, by their names there and by their own."""
     found = {name: _found(name) for name in names}
     found = {**{_full_name(each): each for each in found.values()}, **found}
     return {name: each for name, each in found.items() if not is_blocked(name)}

@@ -138,9 +138,6 @@ def skeleton_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, .
     """Returns the skeleton of a gapless tensor's file; its elements lie row by row by default.
 
     The skeleton's length is 0 if this release of torch lays out the file in an unknown way.
-
-    Raises:
-        SaveError: This process may not have so much address space.
     """
     key = (dtype, shape, stride)
     known = _skeletons.get(key)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
-import gc
 import io
 import os
 import pickle
@@ -24,7 +23,7 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 from types import FunctionType, SimpleNamespace
@@ -67,11 +66,7 @@ class _UnplannedError(Exception):
 
 # ------------------------------------------------------------------------------------------ planning
 def plan(state: object) -> Image:
-    """Plans the file that ``torch.save(state, ...)`` would write.
-
-    Raises:
-        Exception: Errors of ``torch.save`` for this state.
-    """
+    """Plans the file that ``torch.save(state, ...)`` would write; raises as it does."""
     try:
         return _planned(state, _format(_environment()))
     except Exception:
@@ -83,7 +78,7 @@ def plan(state: object) -> Image:
 
 
 def _planned(state: object, form: _Format) -> Image:
-    with collecting_later():
+    with safe_pickle.collecting_later():
         pickled, storages = _pickled(state)
         devices, sizes = storages.devices(), list(map(torch.UntypedStorage.nbytes, storages.found))
         records = _Records(form, pickled, sizes)
@@ -91,34 +86,6 @@ def _planned(state: object, form: _Format) -> Image:
     lengths = np.array(list(filter(None, sizes)), np.int64)
     regions = StorageRegions(records.offsets, lengths, filled, np.zeros(len(filled), np.int64), devices)
     return Image(records.size, records.around, regions)
-
-
-#: One for each block that has switched the collector off, and is to switch it on again.
-_off: list[None] = []
-
-
-@contextlib.contextmanager
-def collecting_later() -> Iterator[None]:
-    """Pauses the garbage collector in the block; it would look at all objects of the process several times."""
-    enabled = gc.isenabled()
-    _off.extend([None] * enabled)
-    try:
-        gc.disable()
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-            del _off[-1:]
-
-
-def _collect_in_child() -> None:
-    # The thread that would switch it on again is not there.
-    if _off:
-        _off.clear()
-        gc.enable()
-
-
-os.register_at_fork(after_in_child=_collect_in_child)
 
 
 # ------------------------------------------------------------------------------------------ pickling
@@ -196,11 +163,7 @@ class _Storages:
             raise _UnplannedError("memory is met with two dtypes")
 
     def devices(self) -> set[torch.device]:
-        """Returns the devices that the storages are on.
-
-        Raises:
-            _UnplannedError: A storage has no data.
-        """
+        """Returns the devices that the storages are on."""
         found = {_CPU} if not self.locations else set(map(attrgetter("device"), self.found))
         if any(device.type == "meta" for device in found):
             raise _UnplannedError("a storage has no data")
@@ -318,13 +281,7 @@ class _Records:
     """
 
     def __init__(self, form: _Format, pickled: bytes, sizes: Sequence[int]) -> None:
-        """Lays out the records.
-
-        Args:
-            form: The records other than the pickle and the tensors.
-            pickled: The pickle.
-            sizes: Bytes of each tensor's storage.
-        """
+        """Lays out the records of a pickle, and of tensors' storages of these sizes."""
         self._form = form
         self._texts = [pickled, *form.before.values()], [*form.after.values(), bytes(2 * _ID_HALF)]
         data = [b"%bdata/%d" % (form.prefix, number) for number in range(len(sizes))]
@@ -447,12 +404,7 @@ def _environment() -> tuple[Any, ...]:
 
 @functools.lru_cache(8)
 def _format(environment: tuple[Any, ...]) -> _Format:
-    """Returns the format of the files of this release of torch, if a file planned here is the same.
-
-    Raises:
-        _UnplannedError: The files differ.
-        Exception: This release lacks a function that is used here.
-    """
+    """Returns the format of the files of this release of torch; raises if a file planned here is not the same."""
     zeros = [torch.zeros(count, dtype=torch.float32, device="cpu") for count in (3, 0, 70, *([1] * 10))]
     state = {"weights": OrderedDict(enumerate(zeros)), "views": [zeros[2][5:], zeros[2].view(7, 10).t(), zeros[0]]}
     state["other"] = torch.nn.Parameter(torch.zeros((), dtype=torch.int64, device="cpu"), requires_grad=False)
@@ -498,17 +450,9 @@ def reader_of(file: Any) -> Any:
 
 
 def load(reader: Any, allowed: safe_pickle.Allowed, mapped: torch.UntypedStorage | None, map_location: Any) -> Any:
-    """Returns the state in a file.
+    """Returns the state in a file, by a reader of :func:`reader_of`; ``mapped`` are its bytes, if there are any.
 
-    Args:
-        reader: See :func:`reader_of`.
-        allowed: Objects that it may hold besides data.
-        mapped: The bytes of the file, if they are mapped already.
-        map_location: As ``torch.load`` takes it.
-
-    Raises:
-        RefusedError: The pickle is damaged, or holds something that is not allowed.
-        Exception: The file is damaged.
+    Raises RefusedError if the pickle is damaged, or holds something that is not allowed.
     """
     record_size = getattr(reader, "get_record_size", None)
     if record_size is None and mapped is None:
