@@ -208,7 +208,6 @@ class MemoryStore:
     """The world's objects, as one process reaches them, by a server that keeps conditions of writes."""
 
     url = "s3://simulated/run"
-    folders = None
 
     def __init__(self, world, process=None):
         self._process = process

@@ -139,7 +139,7 @@ class FlatStore(DirectoryStore):
         super()._path(key)
         return f"{self._root}/{key.replace('/', '%')}"
 
-    folders = None
+    children = None
 
     def list(self, prefix):
         for entry in super().list(""):

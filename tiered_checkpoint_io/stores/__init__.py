@@ -90,11 +90,7 @@ GROUP = "tiered_checkpoint_io.stores"
 
 
 def installed_store(scheme: str, url: str, config: TieredCheckpointConfig) -> Store | None:
-    """Returns the store of another package for a URL; None if no package has one for its scheme.
-
-    Raises:
-        ConfigError: Two packages have one, or its object can't be imported or is no Store.
-    """
+    """Returns the store of another package for a URL; None if no package has one for its scheme."""
     found = _entry_points(scheme)
     if not found:
         return None

@@ -59,6 +59,12 @@ def too_short(key: str, size: int, end: int) -> CorruptCheckpointError:
     )
 
 
+def check_size(key: str, found: int, size: int) -> None:
+    """Refuses to copy an object that has another size than it should have."""
+    if found != size:
+        raise StoreError(f"{found} bytes are there instead of {size}", operation="copy", key=key)
+
+
 def store_error(reason: Reason | None, text: str, *, operation: str, key: str, hint: str | None) -> StoreError:
     """Returns the error for a reason."""
     kind = StoreNotFoundError if reason == "missing" else StoreError
@@ -195,19 +201,11 @@ class Store(Readable, Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yields all objects whose key starts with ``prefix``, at any depth, in any order.
-
-        Raises:
-            StoreError: The listing failed. An empty store or prefix is no error.
-        """
+        """Yields all objects whose key starts with ``prefix``, at any depth and in any order."""
         ...
 
     def get(self, key: str) -> bytes:
-        """Returns the content of a small object.
-
-        Raises:
-            StoreNotFoundError: There is none.
-        """
+        """Returns the content of a small object; raises StoreNotFoundError if there is none."""
         ...
 
     def put(self, key: str, data: bytes) -> None:
@@ -215,11 +213,7 @@ class Store(Readable, Protocol):
         ...
 
     def size(self, key: str) -> int:
-        """Returns the size of an object in bytes.
-
-        Raises:
-            StoreNotFoundError: There is none.
-        """
+        """Returns the size of an object in bytes; raises StoreNotFoundError if there is none."""
         ...
 
     def upload(
@@ -232,11 +226,8 @@ class Store(Readable, Protocol):
     ) -> None:
         """Writes a large object, atomically, over any object that is there.
 
-        Args:
-            key: Key of the object.
-            data: The whole content, unchanged until the call returns.
-            journal: Journal for notes with which a later call, in this process or another, can resume.
-            progress: Called with the number of further bytes that were written, from any thread.
+        ``data`` must not change until the call returns. With the notes of ``journal`` a later call, in this process or
+        another, can resume. ``progress`` is called with the number of further bytes that were written, from any thread.
         """
         ...
 
@@ -266,18 +257,14 @@ class ConditionalStore(Store, Protocol):
         ...
 
     def get_tagged(self, key: str) -> tuple[bytes, str]:
-        """Returns the content of a small object, and its tag.
-
-        Raises:
-            StoreNotFoundError: There is none.
-        """
+        """Does ``get``; returns the tag as well."""
         ...
 
     def put_if(self, key: str, data: bytes, expected: str | None) -> str:
         """Does ``put``; returns the tag of the written object.
 
-        Raises:
-            StoreError: The object has another tag, and is not ``data``. Nothing was written.
+        If the object has another tag, and is not ``data``, raises StoreError with the reason "changed", and writes
+        nothing.
         """
         ...
 
@@ -299,12 +286,25 @@ class ConditionalStore(Store, Protocol):
         ...
 
     def delete_if(self, key: str, expected: str) -> None:
-        """Does ``delete``, if the tag is as expected.
-
-        Raises:
-            StoreError: The object has another tag. Nothing was removed.
-        """
+        """Does ``delete``, if the tag is as expected; raises as :meth:`put_if`."""
         ...
+
+
+def tag_of_put(store: ConditionalStore, key: str, data: bytes | memoryview, put: Callable[[], str]) -> str:
+    """Returns the tag of a conditional write.
+
+    Its own answer may have been lost: a repetition then meets the object of the first attempt.
+    """
+    try:
+        return put()
+    except StoreError as error:
+        if error.reason != "changed":
+            raise
+        with contextlib.suppress(StoreNotFoundError):
+            found, tag = store.get_tagged(key)
+            if found == data:
+                return tag
+        raise
 
 
 class Unconditional:
@@ -358,12 +358,7 @@ def folders_of(store: Store, prefix: str) -> set[str]:
 def children_of(store: Store, prefix: str) -> set[str]:
     """Returns the names right below a prefix, folders with a slash: few answers if a store can list them so.
 
-    Args:
-        store: Store to look at.
-        prefix: Empty, or ends with a slash.
-
-    Raises:
-        StoreError: The listing failed.
+    The prefix is empty, or ends with a slash.
     """
     children = getattr(store, "children", None)
     if children is not None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
-from tiered_checkpoint_io.stores.base import UploadContent, UploadJournal, changed, too_short
+from tiered_checkpoint_io.stores.base import UploadContent, UploadJournal, changed, check_size, tag_of_put, too_short
 from tiered_checkpoint_io.stores.files import FileStore, reason_of
 
 _T = TypeVar("_T")
@@ -155,9 +155,8 @@ class DirectoryStore(FileStore):
         _check_file(facts, path)
         return facts.st_size
 
-    def _read(self, key: str, path: str, offset: int, buffer: memoryview) -> None:
-        with self._opened(path) as file:
-            _fill(file, key, offset, buffer)
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.read_pieces(key, offset, [buffer], lambda _: None)
 
     def read_pieces(self, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]) -> None:
         """Fills several buffers; see :func:`stores.base.read_pieces`."""
@@ -186,17 +185,7 @@ class DirectoryStore(FileStore):
         return data, tag
 
     def put_if(self, key: str, data: bytes, expected: str | None) -> str:
-        try:
-            return self._upload_if(key, memoryview(data), expected)
-        except StoreError as error:
-            if error.reason != "changed":
-                raise
-            # A file system over a network may have lost just the answer.
-            with contextlib.suppress(StoreNotFoundError):
-                found, tag = self.get_tagged(key)
-                if found == data:
-                    return tag
-            raise
+        return tag_of_put(self, key, data, lambda: self._upload_if(key, memoryview(data), expected))
 
     def upload_if(
         self,
@@ -221,14 +210,12 @@ class DirectoryStore(FileStore):
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> str:
-        path, tag = self._path(key), ""
+        path = self._path(key)
 
-        def write(report: Callable[[int], None]) -> None:
-            nonlocal tag
-            tag = self._replace(key, path, data, report, lambda: self._unchanged("put", key, path, expected))
+        def write(report: Callable[[int], None]) -> str:
+            return self._write(key, path, data, report, lambda: self._unchanged("put", key, path, expected))
 
-        self._upload(key, data, write, journal, progress)
-        return tag
+        return self._upload(key, data, write, journal, progress)
 
     def delete_if(self, key: str, expected: str) -> None:
         path = self._path(key)
@@ -274,16 +261,13 @@ class DirectoryStore(FileStore):
                 os.close(descriptor)
         yield
 
-    def _write(self, key: str, path: str, data: UploadContent, report: Callable[[int], None]) -> None:
-        self._replace(key, path, data, report, contextlib.nullcontext)
-
-    def _replace(
+    def _write(
         self,
         key: str,
         path: str,
         data: UploadContent,
         report: Callable[[int], None],
-        unchanged: Callable[[], contextlib.AbstractContextManager[None]],
+        unchanged: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> str:
         """Writes a file, and puts it into its place within ``unchanged()``; its tag."""
         with self._temporary(key) as (descriptor, temporary):
@@ -309,7 +293,7 @@ class DirectoryStore(FileStore):
             with self._temporary(key) as (descriptor, temporary):
                 with self._guarded("put", key):
                     found = _duplicate(origin, descriptor)
-                self._check_size(key, found, size)
+                check_size(key, found, size)
                 check()
                 with self._guarded("put", key):
                     self._rename(temporary, path)

@@ -26,8 +26,6 @@ from tiered_checkpoint_io.stores.retry import Progress, Retry
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
-#: Bytes of one read: more would be held twice, as fsspec returns them in a buffer of its own.
-_READ_SIZE = 16 << 20
 #: Folder of incomplete files, for file systems in which a file appears before it is complete.
 _SCRATCH = ids.META_PREFIX + "tmp"
 
@@ -110,14 +108,8 @@ class FileStore(ABC):
         path = self._path(key)
         return self._ask("head", key, lambda: self._size(path))
 
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        path = self._path(key)
-        if not len(buffer):
-            self.size(key)
-        for start in range(0, len(buffer), _READ_SIZE):
-            with buffer[start : start + _READ_SIZE] as piece:
-                self._ask("get", key, lambda: self._read(key, path, offset + start, piece))  # noqa: B023 - called here
-                self.metrics.add("bytes.down", len(piece))
+    @abstractmethod
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None: ...
 
     def upload(
         self,
@@ -134,14 +126,14 @@ class FileStore(ABC):
         self,
         key: str,
         data: UploadContent,
-        write: Callable[[Callable[[int], None]], None],
+        write: Callable[[Callable[[int], None]], _T],
         journal: UploadJournal | None,
         progress: Callable[[int], None] | None,
-    ) -> None:
+    ) -> _T:
         """Uploads through ``write``, which gets a callback for progress; does the common part of all uploads."""
         report, cancelled = Progress(progress), threading.Event()
 
-        def once() -> None:
+        def once() -> _T:
             self.metrics.add("requests.put")
             report.restart()
             with self._turn:
@@ -149,13 +141,14 @@ class FileStore(ABC):
                     with self._guarded("put", key):
                         self._drop_abandoned()
                     self._cleaned = True
-                write(_cancelling(cancelled, report.add))
+                return write(_cancelling(cancelled, report.add))
 
-        self._retry(lambda: self._or_renewed(once), cancelled=cancelled)
+        result = self._retry(lambda: self._or_renewed(once), cancelled=cancelled)
         self.metrics.add("bytes.up", len(data))
         if journal is not None:
             # We note nothing there; others may have.
             journal.clear()
+        return result
 
     def copy(
         self,
@@ -205,11 +198,7 @@ class FileStore(ABC):
     def _size(self, path: str) -> int: ...
 
     @abstractmethod
-    def _read(self, key: str, path: str, offset: int, buffer: memoryview) -> None:
-        """See :meth:`Store.read_into`."""
-
-    @abstractmethod
-    def _write(self, key: str, path: str, data: UploadContent, report: Callable[[int], None]) -> None:
+    def _write(self, key: str, path: str, data: UploadContent, report: Callable[[int], None]) -> Any:
         """See :meth:`Store.upload`; guards its own calls, as errors of ``data`` and ``report`` are the caller's."""
 
     @abstractmethod
@@ -224,12 +213,6 @@ class FileStore(ABC):
         """Removes the remains of dead writers from the scratch folder."""
 
     # --------------------------------------------------------------------------------------- helpers
-    @staticmethod
-    def _check_size(key: str, found: int, size: int) -> None:
-        """Refuses to copy an object that has another size than it should have."""
-        if found != size:
-            raise StoreError(f"{found} bytes are there instead of {size}", operation="copy", key=key)
-
     def _path(self, key: str) -> str:
         if f"{validate_key(key)}/".startswith(_SCRATCH + "/"):
             raise ConfigError(f"key {key!r} lies in the store's own folder {_SCRATCH!r}")
@@ -251,11 +234,9 @@ class FileStore(ABC):
         try:
             return once()
         except StoreError as error:
-            if not error.is_denied:
+            if not error.is_denied or not self._renewed(refused):
                 raise
-            if not self._renewed(refused):
-                raise
-            return once()
+        return once()
 
     def _renewed(self, refused: Any) -> bool:  # noqa: ARG002
         """Returns True if ``_fs`` is no longer the object that was refused."""

@@ -79,12 +79,9 @@ class PeerStore:
     ) -> None:
         """Sends no request yet.
 
-        Args:
-            endpoint: The peer's.
-            connections: Number of connections that are used at once, at most.
-            clock: For waits.
-            waits: True to wait for a part, and for its chunks, that the peer is still reading itself.
-            is_patient: False to take a peer for lost if it is busy, or its drain is being replaced.
+        Uses so many ``connections`` at once, at most. With ``waits``, waits for a part, and for its chunks, that the
+        peer is still reading itself. Unless it ``is_patient``, takes a peer for lost if the peer is busy, or its drain
+        is being replaced.
         """
         self._endpoint = endpoint
         self._waits = "Prefer: wait\r\n" if waits else ""
@@ -102,12 +99,7 @@ class PeerStore:
 
     # ------------------------------------------------------------------------------------ reading
     def get(self, key: str) -> bytes:
-        """Returns the description of a part; with an empty key, nothing, if the peer is there.
-
-        Raises:
-            StoreNotFoundError: The peer has none.
-            StoreError: The peer does not answer, or refuses.
-        """
+        """Returns the description of a part; with an empty key, nothing, if the peer is there."""
 
         def read(connection: _Connection) -> bytes:
             length = self._answer(connection, key, "", 200)
@@ -124,13 +116,7 @@ class PeerStore:
         self.read_pieces(key, offset, [buffer], lambda _: None)
 
     def read_pieces(self, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]) -> None:
-        """Fills several buffers: see :func:`stores.base.read_pieces`.
-
-        Raises:
-            StoreNotFoundError: The peer has no such file, or no longer.
-            CorruptCheckpointError: The file is too short.
-            StoreError: The peer does not answer, or refuses.
-        """
+        """Fills several buffers: see :func:`stores.base.read_pieces`."""
         length = sum(len(piece) for piece in pieces)
         wanted = f"Range: bytes={offset}-{offset + length - 1}\r\n"
 

@@ -16,10 +16,11 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreError, without_secrets
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import hash_bytes
-from tiered_checkpoint_io.stores.base import UploadContent, too_short
+from tiered_checkpoint_io.stores.base import UploadContent, check_size, too_short
 from tiered_checkpoint_io.stores.files import FileStore, reason_of
 
 _MIB = 1 << 20
+#: Bytes of one read or write: more would be held twice, as fsspec returns them in a buffer of its own.
 _SLICE = 16 * _MIB
 #: Part size of uploads to object stores; raised for large objects, which may have 10,000 parts.
 _BLOCK = 64 * _MIB
@@ -41,9 +42,7 @@ class RemoteStore(FileStore):
     def __init__(self, url: str, *, clock: Clock = SYSTEM, **options: Any) -> None:
         """Opens the file system, whose constructor gets ``options``; sends no request.
 
-        Raises:
-            ImportError: The package for this kind of URL is missing.
-            StoreError: fsspec does not know this kind of URL.
+        Raises ImportError if the package for this kind of URL is missing, StoreError if fsspec does not know this kind.
         """
         shown = without_secrets(url.rstrip("/") if not url.endswith("://") else url)
         try:
@@ -90,6 +89,15 @@ class RemoteStore(FileStore):
             raise IsADirectoryError(path)
         return int(facts["size"])
 
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        path = self._path(key)
+        if not len(buffer):
+            self.size(key)
+        for start in range(0, len(buffer), _SLICE):
+            with buffer[start : start + _SLICE] as piece:
+                self._ask("get", key, lambda: self._read(key, path, offset + start, piece))  # noqa: B023 - called here
+                self.metrics.add("bytes.down", len(piece))
+
     def _read(self, key: str, path: str, offset: int, piece: memoryview) -> None:
         end = offset + len(piece)
         data = b""
@@ -111,8 +119,9 @@ class RemoteStore(FileStore):
         if self._is_object_store:
             blocks = -(-len(data) // (_MAX_BLOCKS * _MIB))
             self._send(key, path, data, report, block_size=max(_BLOCK, blocks * _MIB), autocommit=False)
-        else:
-            self._send_and_move(key, path, data, report)
+            return
+        with self._moved("put", key, path, self._clock.token(12)) as scratch:
+            self._send(key, scratch, data, report)
 
     def _send(self, key: str, path: str, data: UploadContent, report: Callable[[int], None], **options: Any) -> None:
         with self._guarded("put", key):
@@ -131,38 +140,29 @@ class RemoteStore(FileStore):
             _throw_away(file)
             raise
 
-    def _send_and_move(self, key: str, target: str, data: UploadContent, report: Callable[[int], None]) -> None:
-        source = f"{self._scratch}/{self._clock.token(12)}"
-        with self._guarded("put", key):
-            for folder in (self._scratch, target.rpartition("/")[0]):
-                self._fs.makedirs(folder, exist_ok=True)
-        try:
-            self._send(key, source, data, report)
-            with self._guarded("put", key):
-                self._move_over(source, target)
-        except BaseException:
-            # The first error is the one to raise: remains are removed later, by their age.
-            with contextlib.suppress(Exception):
-                self._fs.rm_file(source)
-            raise
-
     def _copy(self, key: str, source: str, path: str, size: int, check: Callable[[], None]) -> None:
         # By way of another name, so that the target changes at once, and only to the checked copy. One for each target:
         # the next copy replaces the remains of a crash in a bucket.
-        scratch = f"{self._scratch}/copy-{hash_bytes(path.encode())}"
-        try:
+        with self._moved("copy", key, path, f"copy-{hash_bytes(path.encode())}") as scratch:
             with self._guarded("copy", key):
-                if not self._is_object_store:
-                    for folder in (self._scratch, path.rpartition("/")[0]):
-                        self._fs.makedirs(folder, exist_ok=True)
                 self._fs.cp_file(source, scratch)
                 found = self._size(scratch)
-            self._check_size(key, found, size)
+            check_size(key, found, size)
             check()
-            with self._guarded("copy", key):
-                self._move_over(scratch, path)
+
+    @contextlib.contextmanager
+    def _moved(self, operation: str, key: str, target: str, name: str) -> Iterator[str]:
+        """Yields a path in the scratch folder, whose file is moved to its place after the block."""
+        scratch = f"{self._scratch}/{name}"
+        try:
+            with self._guarded(operation, key):
+                for folder in () if self._is_object_store else (self._scratch, target.rpartition("/")[0]):
+                    self._fs.makedirs(folder, exist_ok=True)
+            yield scratch
+            with self._guarded(operation, key):
+                self._move_over(scratch, target)
         except BaseException:
-            # The same as in _send_and_move.
+            # The first error is the one to raise: remains are removed later, by their age.
             with contextlib.suppress(Exception):
                 self._fs.rm_file(scratch)
             raise

@@ -141,18 +141,10 @@ def answer_within(
     clock: Clock = SYSTEM,
     count_down: CountDown | None = None,
 ) -> _T:
-    """Returns the result of ``ask``, or raises if its store is silent for too long.
+    """Returns the result of ``ask``, or raises StoreError if its store is silent for so many seconds.
 
-    Args:
-        seconds: Longest silence, seconds; each answer to a request begins a new one.
-        ask: Only asks a store: it may still run when this has raised.
-        what: Name of the store in errors.
-        clock: For all waits.
-        count_down: Called every 5 s of silence, with its length and the seconds that are left.
-
-    Raises:
-        StoreError: The store was silent for ``seconds``.
-        Exception: Errors of ``ask``.
+    Each answer to a request begins a new silence. ``ask`` only asks a store: it may still run when this has raised.
+    ``what`` names the store in errors. ``count_down`` is called every 5 s of silence.
     """
     question = Question(ask, clock=clock)
     try:

@@ -10,7 +10,14 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import S3Options, TieredCheckpointConfig
-from tiered_checkpoint_io.stores.base import ObjectInfo, UploadContent, UploadJournal, delete_each
+from tiered_checkpoint_io.stores.base import (
+    ObjectInfo,
+    UploadContent,
+    UploadJournal,
+    check_size,
+    delete_each,
+    tag_of_put,
+)
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_client import Condition, S3Client, content_of, fill, size_of
 from tiered_checkpoint_io.stores.s3_errors import is_changed
@@ -123,11 +130,7 @@ class S3Store:
             self._client.ask("delete_object", key)
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Removes many objects, a thousand a request; one by one if that is refused.
-
-        Raises:
-            StoreError: Some could not be removed, and all others are. Repeat the call to finish.
-        """
+        """Removes many objects, a thousand a request; one by one if that is refused. Raises as :func:`delete_each`."""
         left: list[str] = []
         for start in range(0, len(keys), _DELETES):
             batch = keys[start : start + _DELETES]
@@ -178,19 +181,12 @@ class S3Store:
             self._client.ask_if("delete_object", key, Condition(expected))
 
     def _put(self, key: str, data: memoryview, condition: Condition | None) -> str:
-        try:
+        def put() -> str:
             answer = self._client.ask_if("put_object", key, condition, self._write_options, body=data)
-        except StoreError as error:
-            if error.reason != "changed":
-                raise
-            # Its own answer may have been lost: a repetition then meets the object of the first attempt.
-            with contextlib.suppress(StoreNotFoundError):
-                found, tag = self.get_tagged(key)
-                if found == data:
-                    return tag
-            raise
-        self.metrics.add("bytes.up", len(data))
-        return str(answer["ETag"])
+            self.metrics.add("bytes.up", len(data))
+            return str(answer["ETag"])
+
+        return tag_of_put(self, key, data, put)
 
     def upload(
         self,
@@ -238,9 +234,7 @@ class S3Store:
         """
         with _as_changed(source):
             found = self._client.ask("head_object", source)
-            if (there := size_of(found, source)) != size:
-                text = f"{there} bytes are there instead of {size}"
-                raise StoreError(text, operation="copy", key=source)
+            check_size(source, size_of(found, source), size)
             check()
             copied = Copied(self._client.copy_source(source, found["ETag"]), found["ETag"], size, check)
             if size > self._copy_whole:
@@ -270,11 +264,7 @@ class S3Store:
         self._uploads.abandon(key, journal)
 
     def try_multipart(self, key: str) -> None:
-        """Tries to begin an upload in parts, and aborts it. Only large objects need such uploads.
-
-        Raises:
-            StoreError: Uploads in parts are not possible.
-        """
+        """Tries to begin an upload in parts, and aborts it. Only large objects need such uploads."""
         self._uploads.begin_and_abort(key)
 
     def abort_stale_uploads(self, older_than_s: float | None = None) -> int:

@@ -93,20 +93,10 @@ class S3Client:
         credentials: Mapping[str, str] | None = None,
         always: Mapping[str, str] | None = None,
     ) -> None:
-        """Makes a client; sends no request.
+        """Makes a client; sends no request. Raises StoreError if there can be none with these.
 
-        Args:
-            url: ``s3://bucket/prefix``.
-            connections: Number of connections that may be open at once.
-            clock: With the bounds of requests and of their repetition.
-            endpoint_url: URL of a server other than AWS.
-            region: AWS region.
-            profile: Profile of the AWS configuration files.
-            credentials: ``aws_access_key_id`` and so on, instead of boto3's ordinary chain; never looked for again.
-            always: Passed to every request that takes it, by boto3's names.
-
-        Raises:
-            StoreError: There can be no client with these.
+        Up to ``connections`` may be open at once. ``credentials``, by boto3's names, take the place of its ordinary
+        chain, and are never looked for again. ``always`` is passed to every request that takes it, by boto3's names.
         """
         self._bucket, key = ids.parse_s3_url(url)
         self.url = ids.build_s3_url(self._bucket, key.strip("/"))
@@ -155,14 +145,9 @@ class S3Client:
     ) -> Any:
         """Sends a request, repeated as need be; returns boto3's answer, or the result of ``receive`` on it.
 
-        Args:
-            method: Method of boto3's client.
-            key: Key of an object; None for a request about the bucket.
-            arguments: Arguments of the method, besides bucket and key.
-            body: Body to send.
-            cancelled: See :class:`Retry`.
-            doubt: Called after each attempt that may have been done all the same; its error is final.
-            receive: Reads the body of an answer, as a part of the attempt.
+        ``method`` is of boto3's client, with ``arguments`` besides bucket and key; without a key, it is about the
+        bucket. ``doubt`` is called after each attempt that may have been done all the same; its error is final.
+        ``receive`` reads the body of an answer, as a part of the attempt.
         """
         question = current_question()
 
@@ -194,13 +179,10 @@ class S3Client:
         body: memoryview | None = None,
         doubt: Callable[[], None] | None = None,
     ) -> Any:
-        """Sends a write, on a condition if one is given, after its look.
+        """Sends a write, on a condition if one is given, after its look; raises StoreError if the object is another.
 
         A server that refuses all conditions, or a request whose condition holds, is asked without one. Some servers
         ignore conditions.
-
-        Raises:
-            StoreError: The object is another.
         """
         if condition is None:
             return self.ask(method, key, arguments, body=body, doubt=doubt)
@@ -341,12 +323,7 @@ class S3Client:
         self.boto.close()
 
     def _refresh(self, client: Any) -> None:
-        """Gets new credentials for a client if its present ones are about to expire.
-
-        Raises:
-            StoreError: No credentials, for a reason for which botocore has no error of its own.
-            BotoCoreError, ClientError: Errors of botocore.
-        """
+        """Gets new credentials for a client if its present ones are about to expire."""
         try:
             _keys(_credentials_of(client))
         except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
@@ -557,11 +534,7 @@ def content_of(answer: Mapping[str, Any]) -> bytes:
 
 
 def size_of(found: Mapping[str, Any], key: str) -> int:
-    """Returns the size of an object, by the answer to a HEAD of it.
-
-    Raises:
-        StoreError: The answer does not contain the size.
-    """
+    """Returns the size of an object, by the answer to a HEAD of it."""
     if "ContentLength" not in found:
         raise StoreError(
             "the answer does not tell the size of the object",
@@ -575,19 +548,14 @@ def size_of(found: Mapping[str, Any], key: str) -> int:
 def fill(
     pieces: Sequence[memoryview], filled: Callable[[int], None], answer: Mapping[str, Any], key: str, offset: int
 ) -> None:
-    """Fills buffers from an answer that should hold the object's bytes from ``offset`` on; see `read_pieces`.
-
-    Raises:
-        CorruptCheckpointError: The object is too short.
-        StoreError: The answer is another range, or breaks off.
-    """
+    """Fills buffers from an answer that should hold the object's bytes from ``offset`` on; see `read_pieces`."""
     with contextlib.closing(answer["Body"]) as body:
         extent = _Extent.of(answer, key)
         end = offset + sum(len(piece) for piece in pieces)
         if extent.size is not None and extent.size < end:
             raise too_short(key, extent.size, end)
         if extent.start > offset:
-            raise _another_range(key)
+            raise _broken_off(key)
         at = extent.start
         # Some servers answer a range with the whole object.
         while at < offset:
@@ -634,15 +602,14 @@ class _Extent:
         # The size may be left open by "*".
         match = re.search(r"(\d+)-(\d+)/(?:(\d+)|\*)$", answer["ContentRange"])
         if match is None:
-            raise _another_range(key)
+            raise _broken_off(key)
         start, last, size = match.groups()
         return cls(int(start), int(last) + 1, None if size is None else int(size), is_chunked)
 
     def ended(self, key: str, at: int, wanted: int) -> StoreError | CorruptCheckpointError:
         """Returns the error for an answer that ended at byte ``at`` of the object, before byte ``wanted``."""
-        if at < self.stop if self.stop is not None else not self.is_chunked:
-            return _broken_off(key)
-        return _another_range(key) if self.size is not None else too_short(key, at, wanted)
+        is_cut = at < self.stop if self.stop is not None else not self.is_chunked
+        return _broken_off(key) if is_cut or self.size is not None else too_short(key, at, wanted)
 
 
 @contextlib.contextmanager
@@ -667,9 +634,6 @@ def _reading(body: Any, key: str, *, whole: bool) -> Iterator[Callable[[memoryvi
         raw.release_conn()
 
 
-def _another_range(key: str) -> StoreError:
-    return StoreError("the answer is not the range asked for", operation="read", key=key, reason="unavailable")
-
-
 def _broken_off(key: str) -> StoreError:
-    return StoreError("the answer broke off", operation="read", key=key, hint=NETWORK_HINT, reason="unavailable")
+    text = "the answer broke off, or is not the range asked for"
+    return StoreError(text, operation="read", key=key, hint=NETWORK_HINT, reason="unavailable")

@@ -151,11 +151,7 @@ _Meaning = tuple[Reason | None, str | None]
 
 
 def of_s3(method: str, answer: Any) -> Any:
-    """Returns boto3's answer, if it has S3's own fields.
-
-    Raises:
-        ForeignAnswerError: The answer has none of them.
-    """
+    """Returns boto3's answer; raises ForeignAnswerError if it has none of S3's own fields."""
     if method in _SAID and not _SAID[method] & answer.keys():
         if "Body" in answer:
             answer["Body"].close()
@@ -245,23 +241,15 @@ def is_changed(error: StoreError) -> bool:
     return _status_of(error) == 412
 
 
-def is_just_denied(error: StoreError) -> bool:
-    """Returns True if credentials are good, but lack a right."""
-    is_refused = error.is_denied and _status_of(error) in (401, 403)
-    return is_refused and error.reason != "credentials"
-
-
-def lacks_credentials(error: BaseException) -> bool:
-    """Returns True if an error is for missing, wrong or expired credentials: a try with others may succeed."""
-    if isinstance(error, StoreError) and error.is_denied:
-        return not is_just_denied(error)
-    # The answer to a HEAD has no body that could say so.
-    return isinstance(error, StoreError) and error.operation == "head" and _code_of(error) in _NO_REASON
-
-
 def is_final(error: BaseException) -> bool:
     """Returns True if the server refused for good: neither a retry nor other credentials would help."""
-    return isinstance(error, StoreError) and not error.retryable and not lacks_credentials(error)
+    if not isinstance(error, StoreError) or error.retryable:
+        return False
+    if error.is_denied:
+        # Credentials that are good may lack a right.
+        return error.reason != "credentials" and _status_of(error) in (401, 403)
+    # The answer to a HEAD has no body that could say so of the credentials.
+    return error.operation != "head" or _code_of(error) not in _NO_REASON
 
 
 def may_be_credentials(error: StoreError) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -34,11 +34,7 @@ def mark_of(found: Mapping[str, Any]) -> str | None:
 
 
 def part_size_for(size: int, wanted: int) -> int:
-    """Returns the part size for an object of ``size`` bytes: as wanted, raised so that 10,000 parts suffice.
-
-    Raises:
-        StoreError: S3 has no object of this size.
-    """
+    """Returns the part size for an object of ``size`` bytes: as wanted, raised so that 10,000 parts suffice."""
     if size > MAX_OBJECT:
         raise StoreError(
             f"{size} bytes exceed S3's limit of 48.8 TiB for one object",
@@ -80,10 +76,6 @@ class Upload:
             } if (u, k) == (url, key) and size >= 0 and part_size >= 1:
                 return cls(url, key, upload_id, size, part_size, mark, origin)
         return None
-
-    def to_journal(self) -> dict[str, object]:
-        """Returns the upload's fields for a journal."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def numbers(self) -> range:
@@ -288,7 +280,7 @@ class MultipartUploads:
         answer = self._client.ask("create_multipart_upload", key, {**self._write_options, "Metadata": {MARK: mark}})
         upload = Upload(self._client.url, key, answer["UploadId"], size, part_size, mark, origin)
         if journal is not None:
-            journal.write(upload.to_journal())
+            journal.write(asdict(upload))
         return upload, {}
 
     def _arrived(self, upload: Upload) -> dict[int, dict[str, Any]] | None:
