@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tiered_checkpoint_io.formats import safe_pickle, safe_tensors
+from tiered_checkpoint_io.formats import safe_pickle, safe_values
 from tiered_checkpoint_io.formats.image import Image, Segment, Segments, StorageRegions
 
 _CPU = torch.device("cpu")
@@ -481,7 +481,7 @@ class _Unpickler:
         self._data, self._allowed, self._record_size = file.read(), allowed, record_size
 
     def load(self) -> Any:
-        storages = safe_tensors.storages(self.persistent_load, self._record_size)
+        storages = safe_values.storages(self.persistent_load, self._record_size)
         return safe_pickle.load(self._data, self._allowed, storages)
 
 
