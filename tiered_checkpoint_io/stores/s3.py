@@ -41,7 +41,7 @@ _DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
 _DELETES = 1000
 
 
-class S3Store:
+class S3Store(MultipartUploads):
     """A durable tier below a prefix of an S3 bucket."""
 
     def __init__(
@@ -67,14 +67,12 @@ class S3Store:
             connection: ``endpoint_url``, ``region`` and further options of :class:`S3Client`.
         """
         connections = write_concurrency + read_concurrency + 4
-        self._client = S3Client(url, connections=connections, clock=clock, **connection)
+        client = S3Client(url, connections=connections, clock=clock, **connection)
+        super().__init__(client, dict(write_options or {}), workers=write_concurrency, clock=clock)
         self.url, self.metrics = self._client.url, self._client.metrics
         self._lists_folders_alone = ids.parse_s3_url(url)[0].endswith(_DIRECTORY_BUCKETS)
         self._part_size = part_size
-        self._write_options = dict(write_options or {})
         self._copy_whole, self._copy_part = _COPY_WHOLE, COPY_PART
-        self._clock = clock
-        self._uploads = MultipartUploads(self._client, self._write_options, workers=write_concurrency, clock=clock)
 
     @classmethod
     def from_config(cls, config: TieredCheckpointConfig, url: str, clock: Clock = SYSTEM) -> S3Store:
@@ -208,10 +206,10 @@ class S3Store:
     ) -> None:
         part_size = part_size_for(len(data), self._part_size)
         if len(data) > part_size:
-            self._uploads.send(key, data, part_size, journal, Progress(progress), condition)
+            self.send_in_parts(key, data, part_size, journal, Progress(progress), condition)
             return
         if journal is not None:
-            self._uploads.abandon(key, journal)
+            self.abandon(key, journal)
         with data[0 : len(data)] as whole:
             self._put(key, whole, condition)
         if progress is not None:
@@ -239,7 +237,7 @@ class S3Store:
             copied = Copied(self._client.copy_source(source, found["ETag"]), found["ETag"], size, check)
             if size > self._copy_whole:
                 part_size = part_size_for(size, self._copy_part)
-                self._uploads.send(target, copied, part_size, journal, Progress(progress))
+                self.send_in_parts(target, copied, part_size, journal, Progress(progress))
             else:
                 self._copy_at_once(target, copied, journal)
                 if progress is not None:
@@ -248,7 +246,7 @@ class S3Store:
 
     def _copy_at_once(self, target: str, copied: Copied, journal: UploadJournal | None) -> None:
         if journal is not None:
-            self._uploads.abandon(target, journal)
+            self.abandon(target, journal)
         mark = self._clock.token(8)
         # Its own metadata and no tags: to read the source's needs a right that is not needed otherwise.
         ours = {"MetadataDirective": "REPLACE", "Metadata": {MARK: mark}, "TaggingDirective": "REPLACE"}
@@ -259,22 +257,6 @@ class S3Store:
                 "the copy that the server reported is not there", operation="copy", key=target, reason="unavailable"
             )
         copied.check()
-
-    def abandon(self, key: str, journal: UploadJournal) -> None:
-        self._uploads.abandon(key, journal)
-
-    def try_multipart(self, key: str) -> None:
-        """Tries to begin an upload in parts, and aborts it. Only large objects need such uploads."""
-        self._uploads.begin_and_abort(key)
-
-    def abort_stale_uploads(self, older_than_s: float | None = None) -> int:
-        """Aborts uploads below this prefix that began long ago, whose journal is lost.
-
-        Does nothing if the root is a whole bucket: others may be uploading to it. Returns the number of aborted
-        uploads; the age, in seconds, a day by default, is by the server's clock.
-        """
-        age = self._clock.timing.abandoned_s if older_than_s is None else older_than_s
-        return self._uploads.abort_stale(age) if self._client.prefix else 0
 
     def close(self) -> None:
         self._client.close()

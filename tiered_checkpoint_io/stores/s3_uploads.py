@@ -117,7 +117,7 @@ _log = logging.getLogger("tiered_checkpoint_io.s3")
 
 
 class MultipartUploads:
-    """The multipart uploads of one store, with one bound of the parts in flight for all of them."""
+    """The uploads in parts of a store, with one bound of the parts in flight for all of them."""
 
     def __init__(self, client: S3Client, write_options: Mapping[str, str], *, workers: int, clock: Clock) -> None:
         self._client = client
@@ -126,7 +126,7 @@ class MultipartUploads:
         self._checksum = write_options.get("ChecksumAlgorithm")
         self._workers, self._turns = workers, threading.BoundedSemaphore(workers)
 
-    def send(
+    def send_in_parts(
         self,
         key: str,
         data: UploadContent | Copied,
@@ -159,23 +159,29 @@ class MultipartUploads:
             self._let_go(key, upload.upload_id)
         journal.clear()
 
-    def begin_and_abort(self, key: str) -> None:
-        """Begins an upload and aborts it."""
+    def try_multipart(self, key: str) -> None:
+        """Tries to begin an upload in parts, and aborts it. Only large objects need such uploads."""
         answer = self._client.ask("create_multipart_upload", key, self._write_options)
         self._abort(key, answer["UploadId"])
 
-    def abort_stale(self, older_than_s: float) -> int:
-        """Aborts the uploads below the prefix that began longer ago than this, by the server's clock; their number."""
+    def abort_stale_uploads(self, older_than_s: float | None = None) -> int:
+        """Aborts uploads below this prefix that began long ago, whose journal is lost.
+
+        Does nothing if the root is a whole bucket: others may be uploading to it. Returns the number of aborted
+        uploads; the age, in seconds, a day by default, is by the server's clock.
+        """
         count, prefix = 0, self._client.prefix
+        age = self._clock.timing.abandoned_s if older_than_s is None else older_than_s
         # rclone answers "not found" if there are no uploads.
         with contextlib.suppress(StoreNotFoundError):
-            for page in self._client.pages("list_multipart_uploads", None, {"Prefix": prefix}):
+            pages = self._client.pages("list_multipart_uploads", None, {"Prefix": prefix}) if prefix else ()
+            for page in pages:
                 date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
                 now = parsedate_to_datetime(date) if date else datetime.now(timezone.utc)
                 for upload in page.get("Uploads", ()):
                     # A key that is not ours is not ours to abort.
                     with contextlib.suppress(ConfigError):
-                        if (now - upload["Initiated"]).total_seconds() > older_than_s:
+                        if (now - upload["Initiated"]).total_seconds() > age:
                             self._abort(upload["Key"].removeprefix(prefix), upload["UploadId"])
                             count += 1
         return count
