@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 from collections import deque
@@ -35,10 +36,10 @@ def in_parallel(
     left = deque(enumerate(todo))
     done: dict[int, _R] = {}
     failed: dict[int, BaseException] = {}
-
     over = threading.Event()
 
-    def take(patience: int = 0) -> None:
+    def take(number: int = 0) -> None:
+        patience = (number // _FEW).bit_length() if as_needed else 0
         while left and patience:
             before = len(done)
             over.wait(_SLOW_S)
@@ -57,34 +58,28 @@ def in_parallel(
 
     # The caller's question and its bound hold for its threads.
     threads = [
-        threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(take, (number // _FEW).bit_length() if as_needed else 0),
-            name=f"tiered-parallel-{number}",
-        )
+        threading.Thread(target=contextvars.copy_context().run, args=(take, number), name=f"tiered-parallel-{number}")
         for number in range(1, min(len(todo), concurrency))
     ]
-    begun: list[threading.Thread] = []
     try:
-        for thread in threads:
-            try:
+        # If the system allows no more, those that there are do it all.
+        with contextlib.suppress(RuntimeError):
+            for thread in threads:
                 thread.start()
-            except RuntimeError:
-                # The system allows no more: those that there are do it all.
-                break
-            begun.append(thread)
         contextvars.copy_context().run(take)
     finally:
         left.clear()
         over.set()
-        for thread in begun:
-            thread.join()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
     if failed:
-        error = failed[min(failed)]
-        # Or else it would keep the frames of its traceback until the garbage collector comes.
-        failed.clear()
-        try:
-            raise error
-        finally:
-            del error
+        raise _taken(failed)
     return [done[index] for index in range(len(todo))]
+
+
+def _taken(failed: dict[int, BaseException]) -> BaseException:
+    """Returns the first error; kept, it would keep the frames of its traceback until the garbage collector comes."""
+    error = failed[min(failed)]
+    failed.clear()
+    return error

@@ -206,7 +206,7 @@ class S3Store(MultipartUploads):
     ) -> None:
         part_size = part_size_for(len(data), self._part_size)
         if len(data) > part_size:
-            self.send_in_parts(key, data, part_size, journal, Progress(progress), condition)
+            self.send(key, data, part_size, journal, Progress(progress), condition)
             return
         if journal is not None:
             self.abandon(key, journal)
@@ -237,7 +237,7 @@ class S3Store(MultipartUploads):
             copied = Copied(self._client.copy_source(source, found["ETag"]), found["ETag"], size, check)
             if size > self._copy_whole:
                 part_size = part_size_for(size, self._copy_part)
-                self.send_in_parts(target, copied, part_size, journal, Progress(progress))
+                self.send(target, copied, part_size, journal, Progress(progress))
             else:
                 self._copy_at_once(target, copied, journal)
                 if progress is not None:

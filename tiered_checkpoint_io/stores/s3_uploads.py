@@ -126,7 +126,7 @@ class MultipartUploads:
         self._checksum = write_options.get("ChecksumAlgorithm")
         self._workers, self._turns = workers, threading.BoundedSemaphore(workers)
 
-    def send_in_parts(
+    def send(
         self,
         key: str,
         data: UploadContent | Copied,
@@ -211,30 +211,26 @@ class MultipartUploads:
                 if isinstance(error, StoreNotFoundError):
                     raise
 
-        def copy_part(number: int, cancelled: threading.Event) -> None:
-            assert isinstance(data, Copied)
-            span = upload.range_of(number)
-            given = {**data.arguments, "CopySourceRange": f"bytes={span.start}-{span.stop - 1}"}
-            part = {**upload_id, "PartNumber": number, **given}
-            answer = self._client.ask("upload_part_copy", key, part, cancelled=cancelled, doubt=is_gone)
-            if not answer.get("CopyPartResult", {}).get("ETag"):
-                # The server has taken this request for the upload of an empty part.
-                raise StoreError("the server does not copy parts", operation="copy", key=key)
-            arrived[number] = self._part(number, answer["CopyPartResult"])
-            report.add(upload.size_of(number))
-
         def send_part(number: int, cancelled: threading.Event) -> None:
-            assert not isinstance(data, Copied)
-            with data[upload.range_of(number)] as piece:
-                part = {**upload_id, "PartNumber": number, **checksum}
-                answer = self._client.ask("upload_part", key, part, body=piece, cancelled=cancelled, doubt=is_gone)
-            self._client.metrics.add("bytes.up", upload.size_of(number))
+            part, span = {**upload_id, "PartNumber": number}, upload.range_of(number)
+            if isinstance(data, Copied):
+                part |= {**data.arguments, "CopySourceRange": f"bytes={span.start}-{span.stop - 1}"}
+                copied = self._client.ask("upload_part_copy", key, part, cancelled=cancelled, doubt=is_gone)
+                answer = copied.get("CopyPartResult", {})
+                if not answer.get("ETag"):
+                    # The server has taken this request for the upload of an empty part.
+                    raise StoreError("the server does not copy parts", operation="copy", key=key)
+            else:
+                with data[span] as piece:
+                    part |= checksum
+                    answer = self._client.ask("upload_part", key, part, body=piece, cancelled=cancelled, doubt=is_gone)
+                self._client.metrics.add("bytes.up", upload.size_of(number))
             arrived[number] = self._part(number, answer)
             report.add(upload.size_of(number))
 
         try:
             missing = [number for number in upload.numbers if number not in arrived]
-            self._run(missing, copy_part if isinstance(data, Copied) else send_part)
+            self._run(missing, send_part)
             if isinstance(data, Copied):
                 data.check()
                 if len(self._arrived(upload) or ()) != len(upload.numbers):
@@ -256,9 +252,7 @@ class MultipartUploads:
             # any, it could not be removed either.
             if journal is None or is_final(error):
                 # Asked once only: the server may have failed, and the next look for stale uploads finds it.
-                once = threading.Event()
-                once.set()
-                self._let_go(key, upload.upload_id, once)
+                self._let_go(key, upload.upload_id, once=True)
                 if journal is not None:
                     journal.clear()
             raise
@@ -337,11 +331,14 @@ class MultipartUploads:
         with contextlib.suppress(StoreNotFoundError):
             self._client.ask("abort_multipart_upload", key, {"UploadId": upload_id}, cancelled=cancelled)
 
-    def _let_go(self, key: str, upload_id: str, cancelled: threading.Event | None = None) -> None:
-        """Aborts an upload that is of no use; if that is not allowed, or was cancelled, it stays on the server."""
+    def _let_go(self, key: str, upload_id: str, *, once: bool = False) -> None:
+        """Aborts an upload that is of no use; if that is not allowed, or fails at ``once``, it stays on the server."""
+        cancelled = threading.Event()
+        if once:
+            cancelled.set()
         try:
             self._abort(key, upload_id, cancelled)
         except StoreError as error:
-            if cancelled is None and not is_final(error):
+            if not once and not is_final(error):
                 raise
             _log.warning("parts of an upload stay on the server: %s", error)
