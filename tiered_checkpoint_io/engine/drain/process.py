@@ -44,22 +44,6 @@ except ImportError as error:
     print(f"{{type(error).__name__}}: {{error}}", file=sys.stderr)
     sys.exit({status})
 """
-#: Variables that name one file or folder, for access to S3 and for fsspec's packages.
-_FILES = (
-    "AWS_CA_BUNDLE",
-    "AWS_CONFIG_FILE",
-    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
-    "AWS_LOGIN_CACHE_DIRECTORY",
-    "AWS_SHARED_CREDENTIALS_FILE",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "CURL_CA_BUNDLE",
-    "FSSPEC_CONFIG_DIR",
-    "GOOGLE_APPLICATION_CREDENTIALS",
-    "REQUESTS_CA_BUNDLE",
-    "SSL_CERT_FILE",
-)
-#: Variables that list folders, of which an empty one is the current folder.
-_FOLDERS = ("AWS_DATA_PATH", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "SSL_CERT_DIR")
 #: Folder of this package.
 _PLACE = Path(__file__).absolute().parents[3]
 #: Drains that this process has started, and that may outlive their handle: reaped when they have ended.
@@ -80,7 +64,10 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def start_process(root: Path, log: Logger) -> subprocess.Popen[bytes]:
-    """Starts a drain over a memory tier's root, in this process' environment; it may find that another one works."""
+    """Starts a drain over a memory tier's root, in this process' environment and folder.
+
+    Relative paths of both mean what they mean here. The drain may find that another one works.
+    """
     reap()
     # In ASCII: a path may hold bytes that are no text.
     code = _CODE.format(path=ascii(module_path()), place=ascii(str(_PLACE)), status=CANNOT_IMPORT)
@@ -92,39 +79,18 @@ def start_process(root: Path, log: Logger) -> subprocess.Popen[bytes]:
             stderr=file,
             # Launchers kill the process group of their workers; the drain has work to finish.
             start_new_session=True,
-            cwd="/",
-            env=elsewhere(),
         )
     _children.append(child)
     return child
 
 
-def elsewhere() -> dict[str, str]:
-    """Returns this process' environment for one in another folder: relative paths are made absolute from here."""
-    found = dict(os.environ)
-    try:
-        here = os.getcwd()
-    except FileNotFoundError:
-        # The folder is gone, and so are all paths relative to it.
-        return found
-    for name in _FILES:
-        if found.get(name):
-            found[name] = _from(here, found[name])
-    for name in _FOLDERS:
-        if found.get(name):
-            found[name] = os.pathsep.join(_from(here, each) for each in found[name].split(os.pathsep))
-    return found
-
-
 def module_path() -> list[str]:
-    """Returns the folders in which this process looks for modules, for a process in another folder."""
-    found = [each for each in sys.path if isinstance(each, str)]
-    with contextlib.suppress(FileNotFoundError):
-        here = os.getcwd()
-        # An entry that is no file or folder is an installer's own word, and stays one.
-        found = [path if os.path.exists(path := os.path.join(here, each)) else each for each in found]
-    # A folder put first would hide modules that this process has imported already.
+    """Returns the folders in which this process looks for modules, those of the standard library first.
+
+    A folder put first would hide modules that this process has imported already.
+    """
     standard = os.path.dirname(os.__file__)
+    found = [each for each in sys.path if isinstance(each, str)]
     return sorted(found, key=lambda each: each not in (standard, os.path.join(standard, "lib-dynload")))
 
 
@@ -141,13 +107,6 @@ def _open_log(root: Path, log: Logger) -> BinaryIO:
         # No space for one more file: that must not keep the drain from its work.
         log.warning("the drain has no log: %s: %s", path, error.strerror)
         return open(os.devnull, "ab")
-
-
-def _from(folder: str, path: str) -> str:
-    # Values that boto3 expands are left to boto3.
-    if os.path.isabs(os.path.expandvars(os.path.expanduser(path))):
-        return path
-    return os.path.join(folder, path) if path else folder
 
 
 def run(worker: Drain, root: Path, log: Logger, stop: threading.Event, *, stay: bool = False) -> bool:
