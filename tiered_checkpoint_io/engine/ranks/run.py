@@ -47,7 +47,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from datetime import timedelta
@@ -55,7 +55,6 @@ from typing import Any, Literal, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
-from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 
 #: Variables of launchers without LOCAL_RANK: a process's rank, and its rank within its node.
@@ -342,32 +341,11 @@ class Run:
 
         Ranks are at most one save apart: each has reported by then on all its parts except the last.
         """
-        return {each for each in save_ids if self._get(_missing_key(each, "memory")) is not None}
+        return {each for each in save_ids if self.is_missing(each, "memory")}
 
-    @contextlib.contextmanager
-    def watching(self, save_id: str, log: Logger, clock: Clock) -> Iterator[Callable[[], bool]]:
-        """Returns a block that learns, during training, if some part of a save will not come to the durable tier.
-
-        If the store does not answer within a bound, this warns once, and no save counts as given up.
-        """
-        client: StoreClient | None = None
-        if self.store is not None:
-            client = StoreClient(self.store, _PREFIX, timeout_s=clock.timing.store_answer_s)
-
-        def is_given_up() -> bool:
-            nonlocal client
-            try:
-                return client is not None and client.get(_missing_key(save_id, "durable")) is not None
-            except LostStoreError as error:
-                log.warning("could not ask whether a save was given up: %s", error)
-                client = None
-                return False
-
-        try:
-            yield is_given_up
-        finally:
-            if client is not None:
-                client.close()
+    def is_missing(self, save_id: str, where: Where) -> bool:
+        """Returns True if some rank has reported that it has no part of a save."""
+        return self.store is not None and self._ask(lambda client: client.get(_missing_key(save_id, where))) is not None
 
     def report_end(self, save_id: str, end: str) -> None:
         """Reports to the other ranks how the wait for a save's commit has ended: see :meth:`end_of`."""
@@ -379,8 +357,8 @@ class Run:
 
     def end_of(self, save_id: str) -> str | None:
         """Returns ``committed``, ``queued``, or the reason why a save is not durable; None while not known."""
-        end = self._get(_end_key(save_id))
-        if end is None and self._get(_missing_key(save_id, "durable")) is not None:
+        end = self._ask(lambda client: client.get(_end_key(save_id))) if self.store is not None else None
+        if end is None and self.is_missing(save_id, "durable"):
             end = "a rank has no part of it for the durable tier: see that rank's log"
         return end
 
@@ -389,9 +367,6 @@ class Run:
         if self.store is None:
             return mine
         return self._ask(lambda client: client.swap(key, "", mine))
-
-    def _get(self, key: str) -> str | None:
-        return self._ask(lambda client: client.get(key)) if self.store is not None else None
 
     @property
     def attempt(self) -> str:

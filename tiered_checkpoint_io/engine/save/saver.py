@@ -611,9 +611,8 @@ class _OtherRanks:
     """Exchange between the ranks of a run about saves of which a part is missing. Without an answer, it only warns."""
 
     def __init__(self, session: Session, facts: SaveFacts, shard: int) -> None:
-        self._session, self._clock, self._run = session, session.clock, current_run()
-        self._facts = facts
-        self._shard = shard
+        self._session, self._facts, self._shard = session, facts, shard
+        self._run = current_run()
 
     def _tried(self, ask: Callable[[], _T], warning: str, *arguments: object) -> _T | None:
         """Returns the result of ``ask``; None, with a warning, if the store does not answer."""
@@ -625,12 +624,12 @@ class _OtherRanks:
             return None
 
     def report_missing(self, where: Where) -> None:
-        """Reports to the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
+        """See :meth:`Run.report_missing`."""
         said = "could not tell the other ranks that the part of shard %d is missing: %s"
         self._tried(lambda: self._run.report_missing(self._facts.save_id, where), said, self._shard)
 
     def lacking(self, save_ids: Collection[str]) -> set[str] | None:
-        """Returns the saves of which some node's memory has no part; None if that can't be known."""
+        """See :meth:`Run.lacking`; None if that can't be known."""
         said = "retention skipped: it is not known whether the newer checkpoint is complete: %s"
         return self._tried(lambda: self._run.lacking(sorted(save_ids)), said)
 
@@ -640,40 +639,41 @@ class _OtherRanks:
             return part.wait()
         if self._shard != part.facts.coordinator:
             return part.wait() and self._wait_for_commit(part)
+        end, asks = "", True
+
+        def is_given_up() -> bool:
+            nonlocal asks
+            said = "could not ask whether a save was given up: %s"
+            missing = self._tried(lambda: self._run.is_missing(part.facts.save_id, "durable"), said) if asks else False
+            asks = missing is not None
+            return bool(missing)
+
         try:
-            with self._run.watching(self._facts.save_id, self._session.log, self._clock) as is_hopeless:
-                end = "committed" if part.wait(is_hopeless) else "queued"
-        except Exception as error:
-            self._report_end(str(error))
+            end = "committed" if part.wait(is_given_up) else "queued"
+        except BaseException as error:
+            end = str(error) or type(error).__name__
             raise
-        self._report_end(end)
+        finally:
+            said = "could not tell the other ranks what became of the save: %s"
+            self._tried(lambda: self._run.report_end(part.facts.save_id, end), said)
         return end == "committed"
 
-    def _report_end(self, end: str) -> None:
-        said = "could not tell the other ranks what became of the save: %s"
-        self._tried(lambda: self._run.report_end(self._facts.save_id, end), said)
-
     def _wait_for_commit(self, part: PartSave) -> bool:
-        clock, timeout_s = self._clock, self._session.config.support.wait_timeout_s
-        began = clock.monotonic()
-        while (end := self._end(part)) is None:
+        session, facts, clock = self._session, self._facts, self._session.clock
+        began, timeout_s, end = clock.monotonic(), session.config.support.wait_timeout_s, None
+        while end is None:
             waited_s = clock.monotonic() - began
             if waited_s >= timeout_s:
-                end = f"shard 0 has not told of its commit within {timeout_s} s"
-                break
+                raise part.not_durable(f"shard 0 has not told of its commit within {timeout_s} s")
             clock.sleep(clock.timing.pause_s(clock.timing.local_poll_s, waited_s))
+            try:
+                end = _answered(session, lambda: self._run.end_of(facts.save_id))
+            except ConfigError as error:
+                if session.config.on_save_error == "raise":
+                    raise part.not_durable(str(error)) from error
+                text = "it is not known whether %s is committed: %s; training continues"
+                session.log.at_step(facts.step).warning(text, facts.name, error)
+                return False
         if end not in ("committed", "queued"):
             raise part.not_durable(end)
         return end == "committed"
-
-    def _end(self, part: PartSave) -> str | None:
-        """See :meth:`Run.end_of`; ``queued`` if the store does not answer, and training is to continue."""
-        try:
-            return _answered(self._session, lambda: self._run.end_of(self._facts.save_id))
-        except ConfigError as error:
-            if self._session.config.on_save_error == "raise":
-                raise part.not_durable(str(error)) from error
-            self._session.log.at_step(self._facts.step).warning(
-                "it is not known whether %s is committed: %s; training continues", self._facts.name, error
-            )
-            return "queued"
