@@ -55,6 +55,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.base import ConditionalStore, conditional
+from tiered_checkpoint_io.stores.retry import Question
 
 
 class LeaseKeeper:
@@ -380,7 +381,6 @@ _OWNER_VARIABLE = "TIERED_CHECKPOINT_OWNER"
 _JOB_VARIABLE = "TIERED_CHECKPOINT_OWNER_JOB"
 #: The owner of a process, by its id: a forked child has its parent's memory, but is another process.
 _owners: dict[int, str] = {}
-_NOT_LOOKED_UP = "could not look up the newest checkpoint; by a late clock, new ones may count as older: %s"
 
 
 def owner_of_process(clock: Clock) -> str:
@@ -416,11 +416,7 @@ def launch_rank() -> int:
 
 
 class Claims:
-    """The lease and the namespace lock of one process, each taken when it is first needed.
-
-    Attributes:
-        newest: The newest save id on the durable tier, once a look before the first save there has found it.
-    """
+    """The lease and the namespace lock of one process, each taken when it is first needed."""
 
     def __init__(
         self,
@@ -441,9 +437,8 @@ class Claims:
         self._store = store
         self._in_time = in_time
         self._follows = follows
-        self.newest: str | None = None
-        #: The look for that id; None before it begins, and once all was given back.
-        self._looking: object | None = None
+        #: The look for the newest save id; None before it begins, and once all was given back.
+        self._look: Question[str | None] | None = None
         self._lease: LeaseKeeper | None = None
         self._met = 0
         self._namespace: NamespaceLock | None = None
@@ -463,68 +458,58 @@ class Claims:
         self.check()
         began = self._clock.monotonic()
         patience_s = self._in_time(min(self._clock.timing.lease_first_look_s, self._config.support.durable_timeout_s))
-        is_new = self._lease is None
-        if self._lease is None:
-            if current_world_size() == 1 and launch_rank() > 0:
-                return
-            owner = owner_of_process(self._clock)
-            lease = LeaseKeeper(self._store, self._config.namespace, self._log, owner=owner, clock=self._clock)
-            try:
-                lease.start()
-            except OSError as error:
-                # A failure here is no reason to stop training: the next save claims.
-                self._log.warning("could not check whether another run uses this dirpath: %s", error)
-                return
-            self._lease = lease
-        looking = self._look_for_newest() if saves else None
-        self._lease.check(patience_s if is_new else 0.0)
-        if looking is not None:
-            self._clock.join(looking, max(0.0, began + patience_s - self._clock.monotonic()))
-
-    def _look_for_newest(self) -> threading.Thread | None:
-        """Begins the look, unless the newest id is known: with a clock that is behind, new saves would be older."""
-        if self._looking is not None or self._follows():
-            return None
-        self._looking = look = object()
-        try:
-            return self._clock.start(lambda: self._ask_for_newest(look), "tiered-newest")
-        except OSError as error:
-            # The next save looks.
-            self._looking = None
-            self._log.warning(_NOT_LOOKED_UP, error)
-            return None
-
-    def _ask_for_newest(self, look: object) -> None:
-        try:
-            newest = newest_save_id(self._store())
-        except Exception as error:
-            if self._looking is look:
-                self._log.warning(_NOT_LOOKED_UP, error)
+        is_new, look = self._lease is None, None
+        if is_new and current_world_size() == 1 and launch_rank() > 0:
             return
-        if self._looking is look:
-            self.newest = newest
+        try:
+            if self._lease is None:
+                owner = owner_of_process(self._clock)
+                lease = LeaseKeeper(self._store, self._config.namespace, self._log, owner=owner, clock=self._clock)
+                lease.start()
+                self._lease = lease
+            if saves and self._look is None and not self._follows():
+                # With a clock that is behind, new saves would be older than existing ones.
+                look = self._look = Question(self._find_newest, clock=self._clock)
+        except OSError as error:
+            # A failure here is no reason to stop training: the next save claims.
+            self._log.warning("could not check whether another run uses this dirpath: %s", error)
+            return
+        self._lease.check(patience_s if is_new else 0.0)
+        if look is not None:
+            look.within(max(0.0, began + patience_s - self._clock.monotonic()))
+
+    def _find_newest(self) -> str | None:
+        try:
+            return newest_save_id(self._store())
+        except Exception as error:
+            text = "could not look up the newest checkpoint; by a late clock, new ones may count as older: %s"
+            self._log.warning(text, error)
+            return None
+
+    @property
+    def newest(self) -> str | None:
+        """The newest save id on the durable tier, once a look before the first save there has found it."""
+        look = self._look
+        return look.result() if look is not None and look.within(0.0) else None
 
     def check(self) -> None:
-        """Looks at the result of the claim, if one was made; and, once, at the owner of this namespace's memory.
+        """Looks at the result of the claim, if one was made; and at the owner of this namespace's memory.
+
+        Once, and again if the file that names the owner was removed.
 
         Raises:
             ConfigError: Another live run writes to the same dirpath, or, on this node, another live job to the same
                 namespace.
         """
+        # The save raises other errors of memory.
+        with contextlib.suppress(OSError):
+            if self._namespace is not None and self._namespace.is_lost:
+                self._namespace.close()
+                self._namespace = None
         if self._namespace is None and current_rank() == 0 and (current_world_size() > 1 or launch_rank() == 0):
             self._namespace = self._lock_namespace()
         if self._lease is not None:
             self._lease.check()
-
-    def look(self) -> None:
-        """Looks whether the namespace's file, which names its owner, was removed: the next check makes it again."""
-        namespace = self._namespace
-        # The save raises other errors of memory.
-        with contextlib.suppress(OSError):
-            if namespace is not None and namespace.is_lost:
-                namespace.close()
-                if self._namespace is namespace:
-                    self._namespace = None
 
     @property
     def owner(self) -> str | None:
@@ -551,7 +536,7 @@ class Claims:
     def close(self) -> None:
         """Gives lease and lock back."""
         # Other processes may save before this process' next save.
-        self._looking, self.newest = None, None
+        self._look = None
         self.release_lease()
         if self._namespace is not None:
             self._namespace.close()

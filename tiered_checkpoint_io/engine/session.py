@@ -314,8 +314,7 @@ class Session:
         return self._announcer.take()
 
     def look(self) -> None:
-        """Looks at claims, and at the drain: counts and logs each failure once; :meth:`surface` raises it."""
-        self.claims.look()
+        """Looks at the drain: counts and logs each failure once; :meth:`surface` raises it."""
         if self.config.replication_factor > 1:
             self._peering.look()
         if self._opened is not None:
