@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sharded import make_part
 
-from tiered_checkpoint_io.engine.ranks.run import LostStoreError, StoreClient
+from tiered_checkpoint_io.engine.ranks.run import StoreClient
 from tiered_checkpoint_io.engine.replication.agreement import (
     Agreement,
     Group,
@@ -235,7 +235,7 @@ def test_a_store_that_is_gone_is_an_error_and_asked_again_the_next_time():
     def fails(_):
         raise RuntimeError("Connection reset by peer\nframe #0: c10d::TCPStore")
 
-    with pytest.raises(LostStoreError, match=r"can't be asked: Connection reset by peer .operation=agree."):
+    with pytest.raises(ConfigError, match=r"can't be asked: Connection reset by peer .operation=agree."):
         store.ask(fails)
     assert store.swap("key", "", "value") == "value"
     assert (store.get("key"), store.get("other")) == ("value", None)

@@ -1,9 +1,8 @@
 """The run: this process's rank, the key-value store of torch.distributed, and the ids that all ranks derive from it.
 
 *The store* answers at once, unless its host can't be reached: then torch's own client waits until the kernel gives the
-connection up, a quarter of an hour later. So a thread of :class:`StoreClient` makes the requests, each with a bound,
-and the caller does not wait for a late answer. A late answer ends the connection; the next request is made over
-another.
+connection up, a quarter of an hour later. So :class:`StoreClient` makes each request on a thread, with a bound, and the
+caller does not wait for a late answer. A late answer ends the connection; the next request is made over another.
 
 *Attempts of torchrun.* torchrun starts ranks again that have failed, or whose number changes, and may keep the store of
 torch.distributed, with all its keys. A count of restarts is no name for an attempt: each agent counts for itself, and
@@ -43,7 +42,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import queue
 import sys
 import threading
 from collections import deque
@@ -54,7 +52,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 
 #: Variables of launchers without LOCAL_RANK: a process's rank, and its rank within its node.
@@ -104,31 +102,27 @@ def _initialized() -> Any:
 _T = TypeVar("_T")
 #: Value that no key has; the store returns it for a key without a value, if this value was expected.
 _NO_VALUE = "\0"
-_Requests = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]
+_PREFIX = "tiered-checkpoint"
+#: Key of the newest attempt.
+_ATTEMPT = "attempt"
+#: Number of saves whose end a late rank may still ask for.
+_MAX_ENDS = 16
+_numbers = itertools.count(1)
 
 
-class LostStoreError(TieredCheckpointError, RuntimeError):
-    """The store can't be asked: the rank that holds it has ended, or can't be reached."""
+class LeftBehindError(ConfigError):
+    """Other ranks of the job were started again, and this one was not."""
 
 
 class StoreClient:
-    """A connection to the store; its methods, which threads may share, raise :class:`LostStoreError`."""
+    """A connection to the store, for many threads; requests raise ConfigError without an answer within a bound."""
 
     def __init__(self, origin: Any, prefix: str, *, timeout_s: float) -> None:
-        """Asks nothing yet.
-
-        Args:
-            origin: The store. The client makes a connection of its own, because each call locks its connection.
-            prefix: Prefix of all keys.
-            timeout_s: Bound of each request, seconds.
-        """
         self._origin = origin
         self._prefix = prefix
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        #: Requests of the open connection.
-        self._requests: _Requests | None = None
-        self._thread: threading.Thread | None = None
+        #: The client's own connection, because each call locks its connection; and the process that has made it.
+        self._connection: tuple[int, Any] = 0, None
 
     def get(self, key: str) -> str | None:
         """Returns the value of a key; None if it has none."""
@@ -136,143 +130,58 @@ class StoreClient:
         found = self.swap(key, _NO_VALUE, _NO_VALUE)
         return found if found != _NO_VALUE else None
 
-    def set(self, key: str, value: str = "-") -> None:
-        """Sets a key; not to an empty value, which would look like none."""
-        self.ask(lambda store: store.set(key, value))
-
     def swap(self, key: str, expected: str, value: str) -> str:
-        """Sets a key if it has the expected value; returns the value that it has then."""
+        """Sets a key if it has the expected value; returns the value that it has then. No value may be empty."""
         found: bytes = self.ask(lambda store: store.compare_set(key, expected, value))
         return found.decode()
 
-    def forget(self, *keys: str) -> None:
-        """Removes keys that no rank needs any more; does nothing if the store can't remove them, or does not answer."""
-        with contextlib.suppress(LostStoreError):
-            self.ask(lambda store: [store.delete_key(key) for key in keys])
+    def forget(self, key: str) -> None:
+        """Removes a key that no rank needs any more; does nothing if the store can't, or does not answer."""
+        with contextlib.suppress(ConfigError):
+            self.ask(lambda store: store.delete_key(key))
 
     def ask(self, request: Callable[[Any], _T]) -> _T:
         """Returns the result of ``request``, a call that takes the store."""
         answer: Future[_T] = Future()
-        requests: _Requests | None = None
-        try:
-            with self._lock:
-                requests = self._open()
-                requests.put((request, answer))
-            return answer.result(self._timeout_s)
-        except Exception as error:
-            answer.cancel()
-            with self._lock:
-                if self._requests is requests:
-                    self._end()
-            late = isinstance(error, LateError)
-            why = f"no answer within {self._timeout_s:.0f} s" if late else str(error).partition("\n")[0]
-            raise LostStoreError(
-                f"the store of torch.distributed can't be asked: {why}",
-                operation="agree",
-                hint="the rank that holds it has ended, or its host can't be reached",
-            ) from error
 
-    def close(self) -> None:
-        """Ends the connection, and the thread unless it waits for an answer that does not come."""
-        with self._lock:
-            thread = self._thread
-            self._end()
-        if thread is not None:
-            thread.join(self._timeout_s)
-
-    def _open(self) -> _Requests:
-        if self._requests is None:
-            self._requests = queue.SimpleQueue()
-            # A daemon: a call without an answer must not keep the process alive.
-            self._thread = threading.Thread(target=self._work, args=(self._requests,), name="tiered-store", daemon=True)
-            self._thread.start()
-        return self._requests
-
-    def _end(self) -> None:
-        requests, self._requests, self._thread = self._requests, None, None
-        if requests is not None:
-            requests.put(None)
-
-    def _work(self, requests: _Requests) -> None:
-        store: Any = None
-        while (asked := requests.get()) is not None:
-            request, answer = asked
-            if not answer.set_running_or_notify_cancel():
-                continue
+        def work() -> None:
             try:
-                if store is None:
-                    store = self._connect()
-                answer.set_result(request(store))
+                answer.set_result(request(self._connected()))
             except BaseException as error:
                 answer.set_exception(error)
 
-    def _connect(self) -> Any:
+        try:
+            # A daemon: a call without an answer must not keep the process alive.
+            threading.Thread(target=work, name="tiered-store", daemon=True).start()
+            return answer.result(self._timeout_s)
+        except Exception as error:
+            self.close()
+            late = isinstance(error, LateError)
+            why = f"no answer within {self._timeout_s:.0f} s" if late else str(error).partition("\n")[0]
+            raise ConfigError(
+                f"the store of torch.distributed can't be asked: {why}",
+                operation="agree",
+                hint="local checkpoints need it to name what ranks save together; is its host alive?",
+            ) from error
+
+    def close(self) -> None:
+        """Ends the connection, until the next request."""
+        self._connection = 0, None
+
+    def _connected(self) -> Any:
         from torch.distributed import distributed_c10d
 
-        store = self._origin
-        if hasattr(store, "clone"):
-            store = store.clone()
-            store.set_timeout(timedelta(seconds=self._timeout_s))
-        return distributed_c10d.PrefixStore(self._prefix, store)
+        # A forked child needs a connection of its own.
+        process, store = self._connection
+        if process != os.getpid():
+            store = self._origin
+            if hasattr(store, "clone"):
+                store = store.clone()
+                store.set_timeout(timedelta(seconds=self._timeout_s))
+            store = distributed_c10d.PrefixStore(self._prefix, store)
+            self._connection = os.getpid(), store
+        return store
 
-
-_KEY = "attempt"
-
-
-def outlives_attempts() -> bool:
-    """Returns True if the store is kept from one attempt to the next, as the store of torchrun's agents is."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-
-
-class LeftBehindError(ConfigError):
-    """Other ranks of the job were started again, and this one was not."""
-
-
-def enter_attempt(client: StoreClient, rank: int, token: str) -> str:
-    """Enters a rank into its attempt; LostStoreError if the store does not answer within a bound.
-
-    Args:
-        client: Asks the store.
-        rank: The rank, among all.
-        token: Id of this process, and the same if it asks again, as an answer may have been lost. The attempt is
-            named so if this rank is the first.
-
-    Returns:
-        The attempt's name.
-    """
-    named = ""
-    while True:
-        named = client.swap(_KEY, named, token)
-        if _mark(client, named, rank, token):
-            return named
-
-
-def check_attempt(client: StoreClient, rank: int, token: str, attempt: str) -> None:
-    """Checks whether a rank's attempt is the newest; as :func:`enter_attempt`.
-
-    Raises:
-        LeftBehindError: The attempt is not the newest.
-    """
-    newest = client.get(_KEY) or attempt
-    if newest != attempt:
-        # The next process of this rank is to find that it was in that attempt.
-        _mark(client, newest, rank, token)
-        raise LeftBehindError(
-            "other ranks of this job were restarted, and this one was not",
-            operation="agree",
-            rank=rank,
-            hint="end this process: torchrun starts all ranks again once one has ended",
-        )
-
-
-def _mark(client: StoreClient, attempt: str, rank: int, token: str) -> bool:
-    return client.swap(f"{_KEY}/{attempt}/{rank}", "", token) == token
-
-
-_PREFIX = "tiered-checkpoint"
-#: Number of saves whose end a late rank may still ask for.
-_MAX_ENDS = 16
-_numbers = itertools.count(1)
 
 Where = Literal["memory", "durable"]
 
@@ -284,11 +193,10 @@ class Run:
     """
 
     def __init__(self, store: Any, clock: Clock = SYSTEM) -> None:
-        """Takes the store that all ranks share, None for a single process; and the clock with the bound."""
+        """Takes the store that all ranks share; None for a single process."""
         self.store = store
         self._clock = clock
-        #: Client of the requests, in the process of that id.
-        self._client: tuple[int, StoreClient] | None = None
+        self._client = StoreClient(store, _PREFIX, timeout_s=clock.timing.store_answer_s)
         #: Number of the start, in this process.
         self.number = next(_numbers)
         self._lock = threading.Lock()
@@ -345,7 +253,7 @@ class Run:
 
     def is_missing(self, save_id: str, where: Where) -> bool:
         """Returns True if some rank has reported that it has no part of a save."""
-        return self.store is not None and self._ask(lambda client: client.get(_missing_key(save_id, where))) is not None
+        return self.store is not None and self._client.get(_missing_key(save_id, where)) is not None
 
     def report_end(self, save_id: str, end: str) -> None:
         """Reports to the other ranks how the wait for a save's commit has ended: see :meth:`end_of`."""
@@ -353,20 +261,18 @@ class Run:
         if self.store is not None:
             self._ends.append(save_id)
             if len(self._ends) > _MAX_ENDS:
-                self._ask(lambda client: client.forget(_end_key(self._ends.popleft())))
+                self._client.forget(_end_key(self._ends.popleft()))
 
     def end_of(self, save_id: str) -> str | None:
         """Returns ``committed``, ``queued``, or the reason why a save is not durable; None while not known."""
-        end = self._ask(lambda client: client.get(_end_key(save_id))) if self.store is not None else None
+        end = self._client.get(_end_key(save_id)) if self.store is not None else None
         if end is None and self.is_missing(save_id, "durable"):
             end = "a rank has no part of it for the durable tier: see that rank's log"
         return end
 
     def first(self, key: str, mine: str) -> str:
         """Returns the value that the first rank gave to ``key``: ``mine``, if that is this one."""
-        if self.store is None:
-            return mine
-        return self._ask(lambda client: client.swap(key, "", mine))
+        return mine if self.store is None else self._client.swap(key, "", mine)
 
     @property
     def attempt(self) -> str:
@@ -375,39 +281,41 @@ class Run:
         Raises:
             LeftBehindError: Other ranks were started again, and this rank is of an earlier attempt.
         """
-        if self.store is None or not outlives_attempts():
+        # The store of torchrun's agents is kept from one attempt to the next.
+        if self.store is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
             return "0"
         if self._attempt is not None:
-            token, named = self._token, self._attempt
-            try:
-                self._ask(lambda client: check_attempt(client, current_rank(), token, named))
-            except LeftBehindError:
-                if self._run_id is not None:
-                    raise
-                # That attempt has no run yet.
-                self._attempt, self._token = None, self._clock.token(8)
-        if self._attempt is None:
-            self._attempt = self._ask(lambda client: enter_attempt(client, current_rank(), self._token))
+            newest = self._client.get(_ATTEMPT) or self._attempt
+            if newest == self._attempt:
+                return newest
+            # The next process of this rank is to find that it was in that attempt.
+            self._enter(newest)
+            if self._run_id is not None:
+                raise LeftBehindError(
+                    "other ranks of this job were restarted, and this one was not",
+                    operation="agree",
+                    rank=current_rank(),
+                    hint="end this process: torchrun starts all ranks again once one has ended",
+                )
+            # That attempt has no run yet.
+            self._attempt, self._token = None, self._clock.token(8)
+        named = ""
+        while self._attempt is None:
+            named = self._client.swap(_ATTEMPT, named, self._token)
+            if self._enter(named):
+                self._attempt = named
         return self._attempt
+
+    def _enter(self, attempt: str) -> bool:
+        """Enters this rank into an attempt; returns False if an earlier process of this rank was in it.
+
+        An answer may have been lost: a process that asks again has the same token.
+        """
+        return self._client.swap(f"{_ATTEMPT}/{attempt}/{current_rank()}", "", self._token) == self._token
 
     def close(self) -> None:
         """Ends the connection to the store, until the next request."""
-        if self._client is not None and self._client[0] == os.getpid():
-            self._client[1].close()
-
-    def _ask(self, question: Callable[[StoreClient], _T]) -> _T:
-        if self._client is None or self._client[0] != os.getpid():
-            # A forked child has none of its parent's threads.
-            client = StoreClient(self.store, _PREFIX, timeout_s=self._clock.timing.store_answer_s)
-            self._client = os.getpid(), client
-        try:
-            return question(self._client[1])
-        except LostStoreError as error:
-            raise ConfigError(
-                f"the store of torch.distributed does not answer: {error.message}",
-                operation="agree",
-                hint="local checkpoints need it to name what ranks save together; is its host alive?",
-            ) from error
+        self._client.close()
 
 
 def _missing_key(save_id: str, where: Where) -> str:
