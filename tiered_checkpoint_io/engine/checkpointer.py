@@ -90,36 +90,6 @@ def no_best(selector: Selector, dirpath: str) -> CheckpointNotFoundError:
     )
 
 
-class Entries:
-    """Objects and folders on the durable tier; each folder is listed once, when it is first asked for."""
-
-    def __init__(self, children: Callable[[str], Iterable[str]]) -> None:
-        """Takes ``children``: see :func:`stores.base.children_of`."""
-        self._children = children
-        self._listed: dict[str, frozenset[str]] = {}
-
-    def below(self, prefix: str = "") -> frozenset[str]:
-        """Returns the names right below a prefix, folders' names with a slash.
-
-        Raises:
-            StoreError: The durable tier could not be read.
-        """
-        if prefix not in self._listed:
-            self._listed[prefix] = frozenset(self._children(prefix))
-        return self._listed[prefix]
-
-    def has(self, name: str) -> bool:
-        """Returns True if a checkpoint has this name, an object or a folder of DCP; raises as :meth:`below`."""
-        prefix = ""
-        *folders, last = name.split("/")
-        for folder in folders:
-            if f"{folder}/" not in self.below(prefix):
-                return False
-            prefix += f"{folder}/"
-        names = self.below(prefix)
-        return last in names or (f"{last}/" in names and METADATA in self.below(f"{prefix}{last}/"))
-
-
 def plain_checkpoints(entries: Iterable[str]) -> list[str]:
     """Returns the names of Lightning checkpoints: "last" first, then the greatest steps."""
 
@@ -145,7 +115,8 @@ class Checkpointer:
         #: The latest checkpoint, until it is compared with checkpoints that Lightning saved in the same folder.
         self._latest: Restored | None = None
         self.saver = FullSaver(self.session)
-        self._entries = Entries(self._children)
+        #: Names right below each folder that was listed, of objects and, with a slash, of folders.
+        self._listed: dict[str, set[str]] = {}
 
     # ------------------------------------------------------------------------------------- save
     def save(
@@ -255,19 +226,38 @@ class Checkpointer:
             StoreError: The durable tier could not be read, or was silent for ``durable_timeout_s``.
         """
         name = ids.name_in(self.dirpath, path)
-        return name in self.session.known.all(self.config.support.durable_timeout_s) or self._entries.has(name)
+        return name in self.session.known.all(self.config.support.durable_timeout_s) or self._has(name)
 
     def is_unmanaged(self, path: str | os.PathLike[str]) -> bool:
         """Returns True if a name without a manifest is taken: probably by another tool; raises as :meth:`exists`."""
         name = ids.name_in(self.dirpath, path)
-        return name not in self.session.known.all(self.config.support.durable_timeout_s) and self._entries.has(name)
+        return name not in self.session.known.all(self.config.support.durable_timeout_s) and self._has(name)
 
-    def _children(self, prefix: str) -> Iterable[str]:
-        """Returns the names right below a prefix, except our own checkpoints: these come and go during training."""
+    def _has(self, name: str) -> bool:
+        """Returns True if a checkpoint has this name, an object or a folder of DCP; raises as :meth:`_below`."""
+        prefix = ""
+        *folders, last = name.split("/")
+        for folder in folders:
+            if f"{folder}/" not in self._below(prefix):
+                return False
+            prefix += f"{folder}/"
+        names = self._below(prefix)
+        return last in names or (f"{last}/" in names and METADATA in self._below(f"{prefix}{last}/"))
+
+    def _below(self, prefix: str = "") -> set[str]:
+        """Returns the names right below a prefix, except our own checkpoints: these come and go during training.
+
+        Each folder is listed once, when it is first asked for.
+
+        Raises:
+            StoreError: The durable tier could not be read.
+        """
+        if prefix in self._listed:
+            return self._listed[prefix]
         clock, bound = self.session.clock, float(self.config.support.durable_timeout_s)
         own = self.session.known.all(bound)
         there = answer_within(bound, lambda: children_of(self.session.durable(), prefix), clock=clock)
-        others = [each for each in there if prefix + each.rstrip("/") not in own]
+        others = self._listed[prefix] = {each for each in there if prefix + each.rstrip("/") not in own}
         if not prefix and self._latest is not None:
             latest, self._latest = self._latest, None
             self._warn_of_later(latest, others)
@@ -356,7 +346,7 @@ class Checkpointer:
             self._latest = restored
             # This sends no request to a server: the names are compared when the folder is listed for another reason.
             with contextlib.suppress(TieredCheckpointError):
-                _ = self._entries.below() if ids.url_scheme(dirpath) is None else ()
+                _ = self._below() if ids.url_scheme(dirpath) is None else ()
         note_restore(self.session, restored, began)
         self.session.save_ids.follow(restored.newest_save_id)
         self.session.take_up()
@@ -366,7 +356,7 @@ class Checkpointer:
         """Warns of checkpoints that a sentinel skips, because they have no manifest."""
         names: list[str] = []
         with contextlib.suppress(TieredCheckpointError):
-            names = plain_checkpoints(self._entries.below())
+            names = plain_checkpoints(self._below())
         if names:
             self.session.log.warning(
                 "%s has checkpoints without a manifest, which %s passes by: %s; to resume from one, give its name, such"
