@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.log import OperationLog
 from tiered_checkpoint_io.engine.drain.operations import Action, Outcome, Request, in_order
 from tiered_checkpoint_io.memory.node import MemoryFullError
-from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import server_in
@@ -112,12 +111,8 @@ class Queue:
     def requests(self) -> list[Request]:
         """Returns the queued requests, in order."""
         # While the durable tier is away, some thousand may be queued; each save and each look at progress reads them.
-        known, entries = self._requests, sorted(self._log.entries(_REQUEST).items())
-        self._requests = understood = {
-            op_id: last if (last := known.get(op_id)) and last[0] == raw else (raw, _parsed(Request, raw))
-            for op_id, raw in entries
-        }
-        return [each for _, each in understood.values()]
+        self._requests = _understood(Request, self._log.entries(_REQUEST), self._requests)
+        return [each for _, each in self._requests.values()]
 
     def look(self, tier: MemoryTier) -> list[Request]:
         """Returns all operations that wait for the drain, in order."""
@@ -127,7 +122,11 @@ class Queue:
         parts = [stored for stored in tier.parts() if stored.pending]
         newest = max((stored.op_id for stored in parts), default="")
         requests = [each for each in self.requests() if each.op_id in seen or each.op_id < newest]
-        return operations_of(parts, requests)
+        for stored in parts:
+            part = stored.part
+            action: Action = "save" if part.commits else "part"
+            requests.append(Request(stored.op_id, action, part.name, part.dirpath, stored=stored, server=part.server))
+        return in_order(requests)
 
     # ------------------------------------------------------------------------------------ drains
     def announced(self) -> str:
@@ -190,11 +189,7 @@ class Queue:
         version = self._log.poll()
         if self._outcomes[0] != version:
             # Hundreds are kept, and few are new at each look: each outcome is parsed once.
-            known, entries = self._understood, sorted(self._log.entries(_OUTCOME).items())
-            self._understood = {
-                op_id: last if (last := known.get(op_id)) and last[0] == raw else (raw, _parsed(Outcome, raw))
-                for op_id, raw in entries
-            }
+            self._understood = _understood(Outcome, self._log.entries(_OUTCOME), self._understood)
             self._outcomes = version, [each for _, each in self._understood.values()]
         return self._outcomes[1]
 
@@ -248,17 +243,6 @@ class Note:
             self._log.write({self._key: None})
 
 
-def operations_of(parts: Iterable[StoredPart], requests: Iterable[Request]) -> list[Request]:
-    """Returns all operations that wait for the drain, in order."""
-    saves = []
-    for stored in parts:
-        if stored.pending:
-            part = stored.part
-            action: Action = "save" if part.commits else "part"
-            saves.append(Request(stored.op_id, action, part.name, part.dirpath, stored=stored, server=part.server))
-    return in_order([*saves, *requests])
-
-
 def _facts(about: Request | Outcome) -> dict[str, Any]:
     facts = {each.name: getattr(about, each.name) for each in fields(about) if each.name != "stored"}
     return {**facts, "server": asdict(about.server) if about.server is not None else None}
@@ -266,3 +250,11 @@ def _facts(about: Request | Outcome) -> dict[str, Any]:
 
 def _parsed(kind: type[_T], raw: Mapping[str, Any]) -> _T:
     return kind(**{**raw, "server": server_in(raw)})
+
+
+def _understood(kind: type[_T], entries: Mapping[str, Any], known: Mapping[str, tuple[Any, _T]]) -> dict[str, Any]:
+    """Returns each entry with its parsed content, in order; parses only entries that are not known."""
+    return {
+        op_id: last if (last := known.get(op_id)) and last[0] == raw else (raw, _parsed(kind, raw))
+        for op_id, raw in sorted(entries.items())
+    }

@@ -82,7 +82,6 @@ class Survey:
         due: Time of the next sweep, by the monotonic clock.
         told: The error of the last sweep, as it was logged.
         unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
-        saves: After :meth:`look`, the saves that manifests name.
         refused: Checkpoints that the server refused to remove, and that were not reported yet.
         view: All manifests.
         left_alone: Time until which the checkpoints of a step stay, as the server lately refused to remove one.
@@ -92,7 +91,6 @@ class Survey:
     due: float = -math.inf
     told: str = ""
     unread: dict[str, CorruptCheckpointError] = field(default_factory=dict)
-    saves: set[str] = field(default_factory=set)
     refused: list[RemovalAttempt] = field(default_factory=list)
     _known: set[str] = field(default_factory=set)
     left_alone: dict[int | str, float] = field(default_factory=dict)
@@ -106,9 +104,7 @@ class Survey:
         """
         read = self.view.look(store, clock)
         self.unread = {name: value for name, value in read.items() if isinstance(value, CorruptCheckpointError)}
-        manifests = [value for value in read.values() if isinstance(value, Manifest)]
-        self.saves = {each.save_id for each in contents_of(each for each in manifests if each.alias_of is None)}
-        return [Checkpoint.of(each) for each in manifests]
+        return [Checkpoint.of(value) for value in read.values() if isinstance(value, Manifest)]
 
     def leave_alone(self, attempt: RemovalAttempt, clock: Clock) -> None:
         """Remembers a checkpoint that the server refused to remove, so that the server is not asked each time."""

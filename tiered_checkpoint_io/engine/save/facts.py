@@ -379,14 +379,9 @@ def admit(
     return dataclasses.replace(facts, durable=False, left_out=True)
 
 
-def why_left_out(session: Session, facts: SaveFacts) -> str | None:
-    """Returns the reason for which a waited save fails: it is not queued for the durable tier.
-
-    None if training is to continue all the same.
-    """
-    if not facts.left_out or session.config.on_save_error != "raise" or session.is_preempted:
-        return None
-    return "too many saves wait for it"
+def has_missed(session: Session, facts: SaveFacts) -> bool:
+    """Returns True if a save fails because too many wait for the durable tier: training is not to continue without."""
+    return facts.left_out and session.config.on_save_error == "raise" and not session.is_preempted
 
 
 @contextlib.contextmanager
@@ -395,20 +390,12 @@ def needing_room(session: Session, facts: SaveFacts) -> Iterator[None]:
 
     Raises:
         MemoryFullError: The save is memory-only, and is skipped.
-        SaveError: The save is durable.
+        SaveError: The save is durable, or was to be.
     """
     try:
         yield
     except MemoryFullError as full:
-        if (left_out := why_left_out(session, facts)) is not None:
-            raise SaveError(
-                f"{facts.name} is in no tier: {left_out}, and node memory has no room",
-                operation="save",
-                key=facts.name,
-                step=facts.step,
-                hint="save again once the durable tier has the earlier ones",
-            ) from full
-        if not facts.durable:
+        if not facts.durable and not has_missed(session, facts):
             raise
         raise _no_room(facts.name, full, facts.step) from full
 

@@ -25,13 +25,13 @@ from tiered_checkpoint_io.engine.save.facts import (
     ShardRole,
     admit,
     alone,
+    has_missed,
     needing_room,
     position,
     say_eager,
     skip,
     warn_at_first_save,
     warn_spilled,
-    why_left_out,
 )
 from tiered_checkpoint_io.engine.save.overlap import ChangedError, Overlap, Overlapped
 from tiered_checkpoint_io.engine.session import Session
@@ -249,8 +249,9 @@ class PartSave:
         """
         drain, config, facts = self.session.open().drain, self.session.config, self.facts
         timeout_s, moving_s = config.support.wait_timeout_s, config.support.pending_timeout_s
-        if (left_out := why_left_out(self.session, facts)) is not None:
-            raise self.not_durable(left_out, "it is not queued: save again once the durable tier has the earlier ones")
+        if has_missed(self.session, facts):
+            hint = "it is not queued: save again once the durable tier has the earlier ones"
+            raise self.not_durable("too many saves wait for it", hint)
         if self.op_id is None:
             return True
         try:
