@@ -23,7 +23,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
 from tiered_checkpoint_io.engine.drain.process import CANNOT_IMPORT, reap, start_process
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.serving import ask_to_serve, served_at
-from tiered_checkpoint_io.engine.drain.status import LOG, NewOutcomes, Standstill, StandstillError, tier_label
+from tiered_checkpoint_io.engine.drain.status import LOG, Standstill, StandstillError, tier_label
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.durable import commit
@@ -49,6 +49,8 @@ from tiered_checkpoint_io.stores.peer import Endpoint
 _BEGAN = ids.new_run_id()
 #: A shorter wait for room in the queue is not logged, seconds.
 _NOTED_WAIT_S = 1.0
+#: Outcomes that are remembered as taken: more than the log keeps.
+_SEEN = 2048
 _ORPHANED = "an earlier start left it, and parts of other nodes do not come: they may be lost"
 
 
@@ -255,7 +257,9 @@ class DrainHandle:
         self._stuck_since = math.inf
         #: The end of all waits, by the monotonic clock: the process has to end then.
         self.leave_by: float | None = None
-        self._news = NewOutcomes(self.queue)
+        #: Outcomes that are not new: those before the start, and those that were taken or waited for.
+        self._seen = set(map(_key, self.queue.outcomes()))
+        self._seen_at = b""
         #: Times of failures before this process began: these operations are tried again, perhaps with success.
         self._earlier = {each.op_id: each.finished for each in self.queue.outcomes() if each.state == "failed"}
         tier.bell = self.queue.ring
@@ -424,7 +428,7 @@ class DrainHandle:
                     dirpath=self._config.dirpath,
                 )
             if outcome is not None and not (outcome.state == "committed" and is_pending):
-                self._news.skip(outcome)
+                self._seen.add(_key(outcome))
                 return outcome
             self._check_drain()
             # The time that is left is for the job's last checkpoint.
@@ -471,14 +475,23 @@ class DrainHandle:
         raise self._too_slow(f"{len(left)} operations", timeout_s)
 
     def news(self, *, keeps_up: bool = False) -> tuple[list[Outcome], str]:
-        """Returns new outcomes and :attr:`DrainProgress.trouble`; if ``keeps_up``, calls :meth:`keep_up` first."""
+        """Returns each outcome once, and :attr:`DrainProgress.trouble`; with ``keeps_up``, after :meth:`keep_up`."""
         if keeps_up:
             try:
                 self.keep_up()
             except OSError as error:
                 # Out of descriptors or processes, for one: the next look tries again.
                 self._log.error("the drain has died, and could not be started again: %s", error)
-        return self._news.take()
+        version, fresh = self.queue.poll_with_heartbeat(), list[Outcome]()
+        if version != self._seen_at:
+            outcomes = self.queue.outcomes()
+            fresh = [outcome for outcome in outcomes if _key(outcome) not in self._seen]
+            self._seen.update(map(_key, fresh))
+            if len(self._seen) > _SEEN:
+                # Outcomes that the log has forgotten do not come again.
+                self._seen.intersection_update(map(_key, outcomes))
+        self._seen_at = version
+        return fresh, self.progress().trouble
 
     # ---------------------------------------------------------------------------------- inside
     def _looks(self, timeout_s: float) -> Iterator[None]:
@@ -541,3 +554,8 @@ class DrainHandle:
 
     def _error(self, text: str, key: str, hint: str, *, tier: str = "durable") -> DrainError:
         return DrainError(text, operation="drain", tier=tier, key=key, hint=hint)
+
+
+def _key(outcome: Outcome) -> tuple[str, str, str]:
+    # An operation that is tried again may fail for another reason, which is new.
+    return outcome.op_id, outcome.state, outcome.error_type

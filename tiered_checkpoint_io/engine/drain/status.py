@@ -38,8 +38,8 @@ _MAX_LOG = 1 << 20
 _SHM = "/dev/shm"  # noqa: S108
 #: Counters that only an answer of the store, bytes that leave, or the end of an operation change.
 _MOVING = ("answers", "bytes.sent", "committed", "uploaded", "failed", "skipped")
-#: Outcomes that are kept for a caller that does not poll, and that are remembered as taken: more than the log keeps.
-_UNREAD, _SEEN = 256, 2048
+#: Outcomes that are kept for a caller that does not poll.
+_UNREAD = 256
 
 
 # -------------------------------------------------------------------------------------------------- saves
@@ -279,39 +279,6 @@ def drain_command(config: TieredCheckpointConfig) -> str:
 
 
 # ----------------------------------------------------------------------------------------------- outcomes
-class NewOutcomes:
-    """Returns each outcome of a queue once; outcomes before the start are not new."""
-
-    def __init__(self, queue: Queue) -> None:
-        """Takes the queue that the drain writes to."""
-        self._queue = queue
-        self._seen = set(map(_key, queue.outcomes()))
-        self._last: tuple[bytes | None, str] = None, ""
-
-    def take(self) -> tuple[list[Outcome], str]:
-        """Returns the outcomes that were not taken yet, and :attr:`DrainProgress.trouble`."""
-        version = self._queue.poll_with_heartbeat()
-        if version == self._last[0]:
-            return [], self._last[1]
-        outcomes = self._queue.outcomes()
-        fresh = [outcome for outcome in outcomes if _key(outcome) not in self._seen]
-        self._last = version, self._queue.progress().trouble
-        self._seen.update(map(_key, fresh))
-        if len(self._seen) > _SEEN:
-            # Outcomes that the log has forgotten do not come again.
-            self._seen.intersection_update(map(_key, outcomes))
-        return fresh, self._last[1]
-
-    def skip(self, outcome: Outcome) -> None:
-        """Leaves an outcome out, because a caller has waited for it."""
-        self._seen.add(_key(outcome))
-
-
-def _key(outcome: Outcome) -> tuple[str, str, str]:
-    # An operation that is tried again may fail for another reason, which is new.
-    return outcome.op_id, outcome.state, outcome.error_type
-
-
 class Announcer:
     """Logs each outcome once, and keeps each failure for one who asks. Several threads may use it."""
 
