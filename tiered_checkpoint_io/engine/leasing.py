@@ -449,8 +449,7 @@ class Claims:
         The first call waits for the first look, which finds nearly every other run, for ``lease_first_look_s``, and
         ``durable_timeout_s`` at most. A rank other than 0 that torch.distributed does not know yet claims nothing.
 
-        Args:
-            saves: True if a save follows, which has to sort after the existing saves.
+        With ``saves``, a save follows, which has to sort after the existing saves.
 
         Raises:
             ConfigError: Another live run writes there.

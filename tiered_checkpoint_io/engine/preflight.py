@@ -120,9 +120,6 @@ def newest(session: Session) -> Candidate | None:
     """Returns the candidate of ``tiered:latest``, as far as this rank sees; ignores a durable tier in trouble.
 
     The session's saves come after all that is seen, independently of this machine's clock.
-
-    Args:
-        session: Both tiers.
     """
     selector = Selector("latest")
     tiers = replace(tiers_of(session, session.config), on_listed=lambda _: None)
@@ -277,10 +274,7 @@ def try_requests(store: Store, key: str, *, multipart: bool) -> list[TieredCheck
 
     After a refused one the others are sent as well, so that all missing rights are known at once.
 
-    Args:
-        store: The durable tier.
-        key: Key of an object to be written, read and deleted.
-        multipart: True to begin an upload in parts, and end it, if the store has such.
+    With ``multipart``, it begins an upload in parts as well, and ends it, if the store has such.
     """
     failures: list[TieredCheckpointError] = []
     content = key.encode()

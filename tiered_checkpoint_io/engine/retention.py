@@ -114,11 +114,7 @@ def may_drop(
     until this run has saved twice, and of another series; before this run has saved, all of them stay. For a save in
     the spill, even the newest may go once it is uploaded.
 
-    Args:
-        held: The parts in memory, or those in the spill.
-        rules: Rules of the save or load.
-        missing: Bytes that are needed; then no part goes if that is not enough.
-        is_spill: True for the parts in the spill.
+    ``missing`` are the bytes that are needed: no part goes if that is not enough.
     """
     covered = [each for each in held if rules.covers(each)]
     if not missing:
@@ -175,11 +171,6 @@ def complete_here(held: Iterable[StoredPart], rules: Rules, lacking: Collection[
     """Returns the rules of one node, if ranks do not talk: a save is complete if each rank seen here has its part.
 
     Ranks that train together are never more than one save apart, since each step needs all of them.
-
-    Args:
-        held: All parts in this node's memory.
-        rules: Rules of the save that begins.
-        lacking: See :class:`Rules`.
     """
     ranks: defaultdict[str, set[int]] = defaultdict(set)
     for each in held:
@@ -194,10 +185,6 @@ def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPa
     """Returns the replicas that a node removes: each rank's newest ``keep``, and newest safe one, stay.
 
     Replicas of ranks that send here no longer (the job has other nodes now) go once a newer save is safe.
-
-    Args:
-        held: Replicas of one durable tier.
-        keep: Number of saves that stay.
     """
     forms: defaultdict[tuple[Kind, str], list[StoredPart]] = defaultdict(list)
     for each in held:
@@ -216,9 +203,7 @@ def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPa
 def only_here(held: Iterable[StoredPart], there: Mapping[tuple[Place, str], str]) -> list[StoredPart]:
     """Returns the parts without which a restart would lose steps.
 
-    Args:
-        held: All parts in a node's memory.
-        there: The newest save on the durable tier, by its name.
+    ``there`` has the newest save on the durable tier, by its name.
     """
     groups: defaultdict[tuple[Place, Kind], list[StoredPart]] = defaultdict(list)
     for each in held:
@@ -271,11 +256,7 @@ def _newest_safe(held: Iterable[StoredPart]) -> set[str]:
 def retain(tier: MemoryTier, held: Collection[StoredPart], rules: Rules, *, size: int | None = None) -> None:
     """Removes the parts that memory need not keep any longer.
 
-    Args:
-        tier: The memory tier.
-        held: All parts in it.
-        rules: Rules of a save; or of a load, once all ranks of this node have opened its part.
-        size: The file that needs the room, bytes: nothing goes for one that does not fit even then, nor is spilled.
+    If a file of ``size`` bytes needs the room, nothing goes for one that does not fit even then, nor is spilled.
     """
     going = _going(tier, held, rules)
     freed = sum(each.part.content.size for each in going)
@@ -287,11 +268,7 @@ def retain(tier: MemoryTier, held: Collection[StoredPart], rules: Rules, *, size
 def acquire(tier: MemoryTier, size: int, rules: Rules, *, spills: bool = True) -> Slot:
     """Returns a slot of ``size`` bytes; if there is no room, the parts that may go for it are removed.
 
-    Args:
-        tier: The memory tier.
-        size: Bytes of the slot.
-        rules: Rules of the save or load.
-        spills: True if it goes to the spill when memory has no room.
+    With ``spills``, it goes to the spill when memory has no room.
 
     Raises:
         MemoryFullError: No room even so, in either; all parts that memory need not give up are still there.

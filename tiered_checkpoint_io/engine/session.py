@@ -87,8 +87,7 @@ class DurableNameCache:
     def all(self, patience_s: float = math.inf) -> frozenset[str]:
         """Returns all names on the durable tier, or queued for it: one LIST at first use, none later.
 
-        Args:
-            patience_s: Bound of a silence of the durable tier, seconds; by default until its store gives up.
+        By default, a silence lasts until the store gives up.
 
         Raises:
             StoreError: The durable tier could not be read, or was silent for so long.

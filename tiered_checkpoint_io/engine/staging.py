@@ -103,10 +103,8 @@ class BackgroundTask:
     def after(self, name: str, work: Callable[[], None], *, needs: str = "") -> None:
         """Does something with ``name`` after the running work; at once if none runs. :meth:`show` shows its failure.
 
-        Args:
-            name: A checkpoint's name.
-            work: Work to do. If the last durable save is :attr:`lost`, it waits for the next; see :meth:`saved`.
-            needs: A name: if the save of that name is lost, the work is not done at all.
+        If the last durable save is :attr:`lost`, the work waits for the next, see :meth:`saved`; if it ``needs`` the
+        save of a lost name, it is not done at all.
         """
 
         def unless_lost() -> None:
@@ -127,9 +125,7 @@ class BackgroundTask:
     def saved(self, name: str, *, durable: bool) -> None:
         """Takes note of a save: after a durable one, work that was put off for a :attr:`lost` one is done.
 
-        Args:
-            name: Its own; work on an earlier checkpoint of that name is not done any more.
-            durable: True if it goes to the durable tier.
+        Work on an earlier checkpoint of that name is not done any more.
         """
         self._put_off.pop(name, None)
         if durable:
@@ -220,12 +216,8 @@ class SaveIds:
     ) -> None:
         """Takes the sources of others' ids.
 
-        Args:
-            clock: When a run begins.
-            log: Logger to use.
-            held: Ids in this node's memory.
-            learnt: The newest id on the durable tier, once another thread knows it.
-            met_others: True if other runs may have saved since the last call.
+        Ids of others are ``held`` in this node's memory, or ``learnt``: the newest on the durable tier, once another
+        thread knows it. ``met_others`` says if other runs may have saved since the last call.
         """
         self._clock = clock
         self._log = log
@@ -387,10 +379,7 @@ class Capturer:
     def __init__(self, tier: MemoryTier, pins: HostPins | None = None, clock: Clock = SYSTEM) -> None:
         """Takes an open tier.
 
-        Args:
-            tier: Memory tier of the slots.
-            pins: The register of pinned memory, to which the tier reports ending mappings.
-            clock: Starts the thread that prepares slots.
+        The tier reports ending mappings to ``pins``.
         """
         self._clock = clock
         self._tier = tier
@@ -406,11 +395,7 @@ class Capturer:
     def fill(self, image: Image, slot: Slot, *, threads: int | None = None, hashed: bool = True) -> tuple[str, ...]:
         """Copies a planned file into a slot, which is given back if that fails.
 
-        Args:
-            image: The file.
-            slot: Slot from :meth:`acquire`; the caller's to commit or to give back.
-            threads: Number of threads that copy; see :meth:`Image.fill`.
-            hashed: True to hash it while it is copied.
+        The caller commits the slot, or gives it back.
 
         Returns:
             The hashes of its chunks, or none.
@@ -434,10 +419,7 @@ class Capturer:
 
         The slot is pinned, too, if the state is on a GPU.
 
-        Args:
-            size: Bytes of the file.
-            first: True if the thread that trains asks for it, before the first save: it is made at the lowest priority,
-                which may take long.
+        If the thread that trains asks for the ``first`` one, before the first save, it is made at the lowest priority.
         """
         self._stopped.set()
         if self._tier.pool.is_prepared(size):

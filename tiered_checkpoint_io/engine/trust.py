@@ -46,10 +46,7 @@ class Trust:
     def load(self, file: Any, *, mapped: torch.UntypedStorage | None = None, **options: Any) -> Any:
         """Loads a file with ``torch.load``.
 
-        Args:
-            file: A path, or an open file.
-            mapped: The bytes of a path's file, if they are mapped already: ``torch.load`` would map them once more.
-            options: As ``torch.load`` takes them.
+        ``mapped`` has the bytes of a path's file if they are mapped already: ``torch.load`` would map them once more.
 
         Raises:
             ConfigError: A name can't be imported.
@@ -69,12 +66,8 @@ class Trust:
     def read(self, file: Any, what: str, where: Mapping[str, Any], *, verified: bool = True, **options: Any) -> Any:
         """Loads as :meth:`load` does, with an error that says what to do.
 
-        Args:
-            file: A path, or an open file.
-            what: Name of the file's kind, for the error.
-            where: Further fields of the error.
-            verified: True if its bytes are known to be those that were saved.
-            options: As ``torch.load`` takes them.
+        The error calls the file ``what``, and has the fields of ``where``. Unless ``verified``, its bytes may not be
+        those that were saved.
 
         Raises:
             ConfigError: A name can't be imported.

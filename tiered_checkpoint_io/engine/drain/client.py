@@ -405,11 +405,8 @@ class DrainHandle:
     ) -> Outcome:
         """Returns the outcome of an operation: its commit, or its first failure.
 
-        Args:
-            op_id: Id of the operation.
-            timeout_s: Seconds to wait in all.
-            is_hopeless: True if another rank has reported that its part of the save will not come.
-            moving_s: Seconds to wait while the drain makes no progress; 0 once the process has to end.
+        Waits for ``timeout_s`` in all, and for ``moving_s`` while the drain makes no progress. ``is_hopeless`` says if
+        another rank has reported that its part of the save will not come.
 
         Raises:
             StandstillError: No progress for ``moving_s``, or the process has to end. The operation stays queued.

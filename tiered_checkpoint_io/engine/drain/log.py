@@ -121,9 +121,7 @@ class OperationLog:
     def write(self, changes: Mapping[str, Any], *, leaves_room: bool = False) -> None:
         """Sets keys to JSON values, or removes those whose value is None: all of them, or none.
 
-        Args:
-            changes: Entries to set, and to remove.
-            leaves_room: True to leave the share :data:`_SPARE` of the space to other writers.
+        With ``leaves_room``, the share :data:`_SPARE` of the space is left to other writers.
 
         Raises:
             MemoryFullError: Memory has no space for the file, or the file is full.

@@ -197,12 +197,8 @@ def say_outcome(
 ) -> SaveError | None:
     """Logs the outcome of a queued operation, if that concerns the user.
 
-    Args:
-        log: The trainer's log.
-        outcome: The drain's note.
-        config: The job's.
-        leads: True if this process speaks for its node; all others log failures at DEBUG.
-        inherited: True if an earlier start queued it: then a failure is a warning.
+    Only the process that ``leads`` its node logs failures above DEBUG. A failure that an earlier start has queued, and
+    so is ``inherited``, is a warning.
 
     Returns:
         The failure, if it is one.

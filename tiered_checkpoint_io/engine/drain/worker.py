@@ -51,14 +51,8 @@ class Drain:
     ) -> None:
         """Takes a root whose ``drain.json`` says how to reach the durable tier.
 
-        Args:
-            root: ``<memory_dir>/tiered-<uid>/<namespace>``.
-            logger: Logger to use.
-            stop: Set from elsewhere to end the drain after the part in flight.
-            stay: True to wait for further work when no trainer lives.
-            for_trainer: True if a trainer has started it: it leaves when a later trainer asks it to.
-            open_store: Makes the store for a dirpath.
-            clock: Clock of all its work.
+        ``stop`` ends the drain after the part in flight, ``stay`` has it wait for further work without a trainer. The
+        drain of a trainer leaves when a later trainer asks it to.
         """
         self._root = root
         self._clock = clock
@@ -81,8 +75,7 @@ class Drain:
     def run(self, *, once: bool = False) -> bool:
         """Works until the queue is empty, and no trainer lives that could add to it.
 
-        Args:
-            once: Return as soon as no operation can be done now.
+        With ``once``, returns as soon as no operation can be done now.
 
         Returns:
             False if another drain holds the lock; then no work was done.

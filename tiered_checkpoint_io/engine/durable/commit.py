@@ -184,14 +184,8 @@ def commit(
 ) -> Fate:
     """Makes a checkpoint exist, whose other parts have all arrived.
 
-    Args:
-        store: Durable tier.
-        part: The coordinator's part; of several, after :func:`put_part`.
-        files: The bytes of its files, by basename; if they were sent, only the switch is needed.
-        rows: All parts, by rank, as :class:`Arrivals` found them; not needed for a checkpoint of one part.
-        journal: The one of :func:`put_part`; cleared at the end.
-        progress: See :meth:`Store.upload`.
-        clock: The time, to see how long a save of another run has waited.
+    ``files`` has the bytes by basename: if they were sent, only the switch is needed. ``rows`` has all parts, as
+    :class:`Arrivals` found them. The journal is the one of :func:`put_part`, and cleared at the end.
 
     Returns:
         ``sent`` if this call made it exist; ``committed`` if an earlier one had; ``replaced`` by a later save.

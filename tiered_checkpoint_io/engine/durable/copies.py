@@ -45,16 +45,8 @@ def put_copy(
     A target of several files, which no store copies at once, gets an alias; and so does one that is being overwritten
     now. If the store can't copy, the bytes are uploaded from node memory, or else it is an alias.
 
-    Args:
-        store: Durable tier.
-        name: The name to set. A checkpoint saved under it after the request for the copy stays.
-        target: A checkpoint that is no alias itself.
-        save_id: The copy's own save id: the id of the request.
-        dirpath: The durable tier.
-        in_memory: Parts in memory with the bytes of the target's save, if the store refuses.
-        journal: The notes of arrived files, and of files to remove.
-        progress: See :meth:`Store.upload`.
-        clock: The time, to see how long a request of another run has waited.
+    A checkpoint saved under ``name`` after the request for the copy, whose id is ``save_id``, stays. ``in_memory``
+    opens the bytes of the target's save, if the store refuses.
 
     Returns:
         The reason why the store did not copy; None if it did, or if it was not asked to.
@@ -119,12 +111,8 @@ def _part_of(store: Store, target: Manifest, name: str, save_id: str, dirpath: s
 def put_alias(store: Store, alias: str, target: str, *, before: str | None = None) -> None:
     """Makes ``alias`` point to ``target``; uploads nothing. Aliases that pointed to ``alias`` go.
 
-    Args:
-        store: Durable tier.
-        alias: The name to set.
-        target: A checkpoint that is no alias itself.
-        before: The id of the request. A checkpoint saved as ``alias`` later stays, and so does an alias of one: the
-            request was left over in the memory of another node.
+    A checkpoint saved as ``alias`` after the request, whose id is ``before``, stays, and so does an alias of one: the
+    request was left over in the memory of another node.
 
     Raises:
         CheckpointNotFoundError: ``target`` does not exist. The old alias is as it was.

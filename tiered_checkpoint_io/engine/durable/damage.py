@@ -62,10 +62,7 @@ def _has_switch(store: Store, name: str, content: Content) -> bool:
 def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = lambda _: None) -> Content | Damage:
     """Returns the content that a checkpoint's bytes match; or their damage, if they match none.
 
-    Args:
-        store: Store that has it.
-        manifest: Its own; for an alias, better the target's.
-        progress: Called with the bytes of each chunk that was read, from any thread.
+    For an alias, better the manifest of the target. Calls ``progress`` with the bytes of each chunk, from any thread.
 
     Raises:
         StoreError: The tier could not be read, which says nothing of the checkpoint.

@@ -33,12 +33,7 @@ def removed(
     Each is removed when the caller asks for the next result. If the server refuses to remove a checkpoint, it stays
     complete, and the others are still removed.
 
-    Args:
-        store: The durable tier.
-        policies: Without one, nothing is removed.
-        survey: State that earlier calls saw; refusals are noted there.
-        needed: Names that stay under any policies.
-        clock: The time, to see which holds have expired.
+    Without a policy, nothing is removed. The names that are ``needed`` stay under any. The survey notes refusals.
 
     Yields:
         Each checkpoint that is gone, and each that was refused.

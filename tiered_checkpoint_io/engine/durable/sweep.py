@@ -291,12 +291,8 @@ def sweep(
 ) -> list[tuple[str, str]]:
     """Removes the saves that no manifest names.
 
-    Args:
-        store: The durable tier.
-        survey: Results of earlier calls.
-        before: Time by the store's own clock. A save that was written to since then stays.
-        live: Ids of live saves, even without files there: all later ones stay.
-        clock: The time, to see which manifests may have changed again within the second of their last change.
+    A save that was written to since ``before``, by the store's own clock, stays; so do all saves later than a ``live``
+    one.
 
     Returns:
         Ids and names of the saves that are gone.

@@ -114,9 +114,7 @@ class RankGroup(Group):
     def arrive(self, node: str = "", what: str = "load_checkpoint") -> None:
         """Waits until all ranks have come here, without an exchange: they count themselves in the group's store.
 
-        Args:
-            node: This node; equal for processes that share a memory tier.
-            what: The ranks' common work, for errors.
+        Processes that share a memory tier are one ``node``; ``what`` is the ranks' common work, for errors.
 
         Raises:
             ConfigError: Some rank did not come in time.
@@ -198,10 +196,7 @@ def trains_here() -> bool:
 def current_group(clock: Clock, *, alone: bool = False, process_group: Any = None) -> Group:
     """Returns the ranks that act together: those of a process group, or only this process.
 
-    Args:
-        clock: See :class:`RankGroup`.
-        alone: True if this process acts without the others.
-        process_group: The ranks that act together; all of them if it is None.
+    ``alone`` says that this process acts without the others.
 
     Raises:
         ConfigError: All ranks act together, and this thread does not train.

@@ -211,11 +211,6 @@ class Run:
         """Counts a save that begins now: returns how often its series has gone back to a step that it had saved.
 
         Call this once for each save, before anything that can fail on one rank: later saves' ids depend on the count.
-
-        Args:
-            namespace: The job's.
-            series: Key of the saves that belong together, see :func:`ids.series_of`.
-            step: The training step; -1 if it is not known.
         """
         with self._lock:
             last, repeat = self._saved.get((namespace, series), (-1, 0))
@@ -227,12 +222,7 @@ class Run:
     def save_id(self, namespace: str, series: str, step: int, repeat: int, new_run_id: Callable[[], str]) -> str:
         """Returns the id of a save; with the arguments of :meth:`count_save`.
 
-        Args:
-            namespace: The job's.
-            series: Key of the saves that belong together.
-            step: The training step.
-            repeat: Result of :meth:`count_save`.
-            new_run_id: Makes the id of a run, if this rank is the first.
+        ``new_run_id`` makes the id of a run, if this rank is the first.
         """
         with self._lock:
             attempt = self.attempt

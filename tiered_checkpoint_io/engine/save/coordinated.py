@@ -38,10 +38,8 @@ class CoordinatedSaver(Saver):
     def __init__(self, session: Session, *, one_series: bool = False) -> None:
         """Takes the tiers.
 
-        Args:
-            session: Both tiers.
-            one_series: True if all names are one job's, however they are made; by default process
-                groups that save side by side keep their own, by the form of their names.
+        With ``one_series``, all names are one job's. By default, process groups that save side by side keep their own,
+        by the form of their names.
         """
         super().__init__(session, OF_PARTS)
         self._one_series = one_series
@@ -96,8 +94,7 @@ class CoordinatedSaver(Saver):
 
         Waits for room in the queue, as the configuration says.
 
-        Args:
-            wanted: The facts that the coordinator knows: no save id, and nothing about other saves.
+        ``wanted`` has no save id, and nothing about other saves.
 
         Raises:
             ConfigError: Another live run writes to the same dirpath.
@@ -139,12 +136,8 @@ class CoordinatedSaver(Saver):
 
         A part that is sealed later is left to :meth:`seal_in_background`.
 
-        Args:
-            save_id: Id of the save.
-            metadata: Makes the content of ``.metadata``; in the background, if the part is sealed there.
-            wait: True to return only when a durable save is committed there; not of a part that is sealed later.
-            extra: The name and content of a small file that goes with it; see :meth:`SaveFacts.name_beside`.
-            in_memory: True if all ranks have their parts on their nodes.
+        The content of ``.metadata``, and ``extra``, the name and content of a small file, go with it. With ``wait``,
+        returns once a durable save is committed there. ``in_memory`` says if all ranks have their parts on their nodes.
 
         Raises:
             SaveError: The save was given up, or did not reach the durable tier while we waited.

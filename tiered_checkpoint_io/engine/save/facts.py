@@ -201,12 +201,6 @@ def arrived() -> SaveFacts | None:
 def agreed(facts: object, located: ids.Located, dirpath: str, rank: int) -> SaveFacts:
     """Returns the coordinator's facts, if this rank saves the same checkpoint to the same durable tier.
 
-    Args:
-        facts: Facts that have reached this rank.
-        located: Checkpoint that this rank saves.
-        dirpath: Its durable tier; empty if the path names none.
-        rank: This rank.
-
     Raises:
         SaveError: This rank saves another checkpoint.
     """
@@ -253,12 +247,6 @@ def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bo
     A look at the durable tier is not enough: a part that an earlier run left on another node may be uploaded at any
     time. Yet a name that contains its step counts as free, so that other tools find the files by their usual names. If
     a run saves the step of an earlier run again, which another node uploads meanwhile, one of the two is refused.
-
-    Args:
-        session: Both tiers.
-        name: The checkpoint's name.
-        step: The training step; -1 if it is not known.
-        durable: True if the save is to go to the durable tier, which is asked then.
     """
     if ids.step_in_name(name) != step:
         return True
@@ -335,10 +323,6 @@ def vote(session: Session, *, durable: bool) -> Vote | None:
     """Returns this rank's vote for the coordinator of a new save; None if there is nothing to say.
 
     Waits for room in this node's queue.
-
-    Args:
-        session: Both tiers.
-        durable: True if the save is to go to the durable tier, and this rank is not the coordinator.
     """
     _arrived(Vote).clear()
     if not durable or session.is_last or session.is_preempted:
@@ -356,11 +340,7 @@ def admit(
     Waits for room in the queue. The last save of a training, or of a preempted job, neither waits nor is skipped: no
     save follows it.
 
-    Args:
-        session: Both tiers.
-        facts: Facts of the save.
-        held: Parts in this node's memory; if one is of this save, another rank has decided.
-        votes: Votes of the other ranks of the save: see :func:`vote`.
+    If a part of this save is held on this node, another rank has decided. ``votes`` are those of the other ranks.
     """
     if not facts.durable:
         return facts
@@ -444,10 +424,7 @@ def skip(session: Session, facts: SaveFacts, reason: Exception) -> None:
 def warn_at_first_save(session: Session, name: str, content: Any) -> None:
     """Warns, once for each session, if the configuration does not allow the saved objects.
 
-    Args:
-        session: Both tiers; its first save is looked at.
-        name: The checkpoint's name.
-        content: An :class:`Image`, or the bytes of files that ``torch.save`` wrote.
+    The content is an :class:`Image`, or the bytes of files that ``torch.save`` wrote.
     """
     if "trust" in session.warned:
         return

@@ -80,9 +80,7 @@ class Spans:
 def ends_of(tensors: Sequence[torch.Tensor], begins: Integers) -> tuple[Integers, Integers, list[int]]:
     """Returns the ends of tensors, their sizes, and the numbers of the tensors with gaps between their elements.
 
-    Args:
-        tensors: Tensors of any shape.
-        begins: Their addresses; 0 for one that has no memory, which is not looked at.
+    A tensor that has no memory, and so begins at 0, is not looked at.
     """
     sizes, is_contiguous = list[int](), True
     for some in parts_of(tensors):
@@ -158,10 +156,6 @@ class Snapshot:
     ) -> None:
         """Finds the tensors to copy; copies all other objects.
 
-        Args:
-            state: Dictionaries and lists of anything.
-            find_others: Finds the tensors to copy; see :meth:`Overlapped.find_others`.
-
         Raises:
             UncopiedError: An object can't be copied.
         """
@@ -220,9 +214,7 @@ class Snapshot:
 def own_objects(tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Makes tensors over the same memory, by their numbers, because a holder of the first ones may replace it.
 
-    Args:
-        tensors: Tensors of a state.
-        kept: Tensors that are looked at after the copy, and stay as they are. So do sharded ones.
+    Those that are ``kept`` are looked at after the copy, and stay as they are. So do sharded ones.
 
     Raises:
         UncopiedError: A tensor has attributes, or hooks.
@@ -407,10 +399,8 @@ class Overlap:
     def __init__(self, session: Session, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Takes the tiers.
 
-        Args:
-            session: Both tiers.
-            tensors: Returns, at each save, the tensors that only an optimizer's step changes from now on, of any shape,
-                dtype and device; nothing if this save is to be eager.
+        ``tensors`` returns, at each save, the tensors that only an optimizer's step changes from now on, of any shape,
+        dtype and device; nothing if this save is to be eager.
         """
         self._session = session
         self._tensors = tensors

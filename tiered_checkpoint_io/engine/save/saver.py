@@ -101,10 +101,6 @@ class PartSave:
     def capture(self, held: Collection[StoredPart], rules: Rules) -> None:
         """Makes room for the state, and copies it; later changes to the tensors do not affect the checkpoint.
 
-        Args:
-            held: All parts in this node's memory.
-            rules: Rules by which older ones go.
-
         Raises:
             MemoryFullError: Neither memory nor the spill has room; the save is memory-only.
             SaveError: The same, for a durable save. Or the state changed during an overlapped capture.
