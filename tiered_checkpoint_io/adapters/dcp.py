@@ -36,7 +36,7 @@ from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore_local
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shards import OpenShards
-from tiered_checkpoint_io.engine.save.facts import check_attempt, warn_at_first_save
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, check_attempt, warn_at_first_save
 from tiered_checkpoint_io.engine.save.saver import LocalSaver
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
@@ -92,7 +92,8 @@ def _save_local(
 
     try:
         durable = settings.is_durable(step, writer.save_to_s3)
-        saver = LocalSaver(session, role, name, step, repeat, durable, writer.waits, writer.threads)
+        wanted = SaveFacts(name, "", step, role.degree, durable, payload="local", series=series, coordinator=0)
+        saver = LocalSaver(session, role.shard, wanted, repeat, writer.waits, writer.threads)
         return saver.save(surface, planned) or (None, None)
     except ConfigError:
         raise

@@ -217,11 +217,6 @@ class Session:
             self.log.warning("%s was removed, with all that it held; it is made again", self._opened.tier.root)
         return self._opened
 
-    @property
-    def is_open(self) -> bool:
-        """True if the memory tier could be opened."""
-        return self._opened is not None
-
     def durable(self, dirpath: str | None = None) -> Store:
         """Opens the durable tier; another one if a dirpath is given."""
         wanted = self.dirpath if dirpath is None else dirpath

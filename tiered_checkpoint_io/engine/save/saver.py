@@ -11,18 +11,17 @@ of the commit: sharded parts wait until all ranks have captured theirs, see :mod
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tiered_checkpoint_io.engine.drain.operations import RETENTION
 from tiered_checkpoint_io.engine.drain.status import SaveReport, StandstillError
-from tiered_checkpoint_io.engine.ranks.run import LeftBehindError, Where, current_rank, current_run
+from tiered_checkpoint_io.engine.ranks.run import LeftBehindError, Run, Where, current_rank, current_run
 from tiered_checkpoint_io.engine.retention import Rules, complete_here, retain
 from tiered_checkpoint_io.engine.save.facts import (
     FOUND_CHANGED,
     OF_PARTS,
     SaveFacts,
-    ShardRole,
     admit,
     alone,
     has_missed,
@@ -167,21 +166,19 @@ class PartSave:
             MemoryFullError, SaveError: There is no room for its description; as :meth:`capture`.
         """
         assert self.small is not None
-        with needing_room(self.session, self.facts):
-            self._seal(self.small())
-
-    def _seal(self, small: Mapping[str, bytes]) -> None:
         tier, _, drain = self.session.open()
         file: dict[str, Slot] = {self.facts.file_name(self.rank): self.slot} if self.slot is not None else {}
-        try:
-            tier.commit(self._describe(small), {**small, **file})
-        except MemoryFullError:
-            # The tier has given the slot up.
-            self.slot = None
-            raise
-        except BaseException:
-            self.give_back()
-            raise
+        with needing_room(self.session, self.facts):
+            small = self.small()
+            try:
+                tier.commit(self._describe(small), {**small, **file})
+            except MemoryFullError:
+                # The tier has given the slot up.
+                self.slot = None
+                raise
+            except BaseException:
+                self.give_back()
+                raise
         self.slot = None
         if self.facts.durable:
             # The drain may have left while its queue was empty.
@@ -483,27 +480,25 @@ class LocalSaver:
     """Saves this rank's shard of a state on its node, without asking any other rank.
 
     ``ranks.run`` explains how the ranks' save ids agree. On the durable tier the checkpoint exists once the parts of
-    all shards are there.
+    all shards are there. Without an answer of the other ranks, a save only warns.
 
     Attributes:
         session: Both tiers.
-        role: Shard of this rank.
-        name: The checkpoint's name.
-        step: The training step; -1 if it is not known.
+        shard: Number of this rank's shard.
+        wanted: The facts that the caller knows: no save id.
         repeat: See :meth:`Run.count_save`, which is called first, also on ranks that do not save.
-        durable: True to save it to the durable tier, if its queue has room.
         wait: True to return, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
         threads: Number of threads that copy.
+        run: The run of all ranks.
     """
 
     session: Session
-    role: ShardRole
-    name: str
-    step: int
+    shard: int
+    wanted: SaveFacts
     repeat: int
-    durable: bool
     wait: bool
     threads: int | None
+    run: Run = field(default_factory=current_run)
 
     def save(self, surface: Callable[[], None], planned: Callable[[], Image]) -> tuple[SaveReport, str | None] | None:
         """Captures the shard, and queues its upload.
@@ -528,31 +523,31 @@ class LocalSaver:
             facts = _answered(session, lambda: self._facts(held))
         except ConfigError as error:
             raise (failure or error) from None
-        others = _OtherRanks(session, facts, self.role.shard)
         try:
             if failure is not None:
                 raise failure
             facts = admit(session, facts, held)
-            if self.durable and not facts.durable:
-                others.report_missing("durable")
-            part = PartSave(session, facts, self.role.shard, planned(), self.threads, started)
+            if self.wanted.durable and not facts.durable:
+                self._report_missing(facts, "durable")
+            part = PartSave(session, facts, self.shard, planned(), self.threads, started)
             rules = part.rules
             ours = {each.save_id for each in held if rules.covers(each) and rules.of_this_run(each.save_id)}
-            if (lacking := others.lacking(ours)) is None:
+            said = "retention skipped: it is not known whether the newer checkpoint is complete: %s"
+            if (lacking := self._tried(lambda: self.run.lacking(sorted(ours)), said)) is None:
                 rules = replace(rules, completed=(), retained={each.save_id for each in held})
             else:
                 rules = complete_here(held, rules, lacking)
             part.capture(held, rules)
             part.complete()
         except Exception as error:
-            others.report_missing("memory")
+            self._report_missing(facts, "memory")
             if isinstance(error, MemoryFullError):
                 skip(session, facts, error)
                 return None
-            if self.durable:
-                others.report_missing("durable")
+            if self.wanted.durable:
+                self._report_missing(facts, "durable")
             raise
-        waited = self.wait and others.wait(part)
+        waited = self.wait and self._wait(part)
         return part.report(waited=waited), part.op_id
 
     def _look(self, surface: Callable[[], None]) -> tuple[Collection[StoredPart], Exception | None]:
@@ -563,9 +558,9 @@ class LocalSaver:
             held = session.open().tier.parts()
             surface()
             session.claims.check()
-            if self.role.shard == 0:
+            if self.shard == 0:
                 say_eager(session, OF_PARTS)
-                if self.durable:
+                if self.wanted.durable:
                     session.claims.claim()
         except Exception as error:
             return held, error
@@ -573,14 +568,70 @@ class LocalSaver:
 
     def _facts(self, held: Collection[StoredPart]) -> SaveFacts:
         """Returns the facts, with the save id that each rank derives; ConfigError if the run's id can't be asked."""
-        session, name, step = self.session, self.name, self.step
-        namespace, series = session.config.namespace, ids.series_of(name, step)
-        seen = [*(stored.save_id for stored in held), session.save_ids.newest]
-        save_id = current_run().save_id(namespace, series, step, self.repeat, lambda: session.save_ids.new_run(seen))
-        session.save_ids.follow(save_id)
-        return SaveFacts(
-            name, save_id, step, self.role.degree, self.durable, payload="local", series=series, coordinator=0
-        )
+        session, wanted, ids_of = self.session, self.wanted, self.session.save_ids
+        seen = [*(stored.save_id for stored in held), ids_of.newest]
+        series = session.config.namespace, wanted.series
+        save_id = self.run.save_id(*series, wanted.step, self.repeat, lambda: ids_of.new_run(seen))
+        ids_of.follow(save_id)
+        return replace(wanted, save_id=save_id)
+
+    def _tried(self, ask: Callable[[], _T], warning: str, *arguments: object) -> _T | None:
+        """Returns the result of ``ask``; None, with a warning, if the store does not answer."""
+        try:
+            return ask()
+        except ConfigError as error:
+            # The save continues, or has failed already for a more important reason.
+            self.session.log.at_step(self.wanted.step).warning(warning, *arguments, error)
+            return None
+
+    def _report_missing(self, facts: SaveFacts, where: Where) -> None:
+        said = "could not tell the other ranks that the part of shard %d is missing: %s"
+        self._tried(lambda: self.run.report_missing(facts.save_id, where), said, self.shard)
+
+    def _wait(self, part: PartSave) -> bool:
+        """Waits as :meth:`PartSave.wait`, for the whole checkpoint: shard 0 reports the commit to the other ranks."""
+        if part.facts.world_size == 1 or not part.facts.durable:
+            return part.wait()
+        if self.shard != part.facts.coordinator:
+            return part.wait() and self._wait_for_commit(part)
+        end, asks = "", True
+
+        def is_given_up() -> bool:
+            nonlocal asks
+            said = "could not ask whether a save was given up: %s"
+            missing = self._tried(lambda: self.run.is_missing(part.facts.save_id, "durable"), said) if asks else False
+            asks = missing is not None
+            return bool(missing)
+
+        try:
+            end = "committed" if part.wait(is_given_up) else "queued"
+        except BaseException as error:
+            end = str(error) or type(error).__name__
+            raise
+        finally:
+            said = "could not tell the other ranks what became of the save: %s"
+            self._tried(lambda: self.run.report_end(part.facts.save_id, end), said)
+        return end == "committed"
+
+    def _wait_for_commit(self, part: PartSave) -> bool:
+        session, facts, clock = self.session, part.facts, self.session.clock
+        began, timeout_s, end = clock.monotonic(), session.config.support.wait_timeout_s, None
+        while end is None:
+            waited_s = clock.monotonic() - began
+            if waited_s >= timeout_s:
+                raise part.not_durable(f"shard 0 has not told of its commit within {timeout_s} s")
+            clock.sleep(clock.timing.pause_s(clock.timing.local_poll_s, waited_s))
+            try:
+                end = _answered(session, lambda: self.run.end_of(facts.save_id))
+            except ConfigError as error:
+                if session.config.on_save_error == "raise":
+                    raise part.not_durable(str(error)) from error
+                text = "it is not known whether %s is committed: %s; training continues"
+                session.log.at_step(facts.step).warning(text, facts.name, error)
+                return False
+        if end not in ("committed", "queued"):
+            raise part.not_durable(end)
+        return end == "committed"
 
 
 def _answered(session: Session, ask: Callable[[], _T]) -> _T:
@@ -602,75 +653,3 @@ def _answered(session: Session, ask: Callable[[], _T]) -> _T:
                 session.log.warning("a save waits for the store of torch.distributed: %s", error)
             is_said = True
         clock.sleep(clock.timing.local_poll_s)
-
-
-class _OtherRanks:
-    """Exchange between the ranks of a run about saves of which a part is missing. Without an answer, it only warns."""
-
-    def __init__(self, session: Session, facts: SaveFacts, shard: int) -> None:
-        self._session, self._facts, self._shard = session, facts, shard
-        self._run = current_run()
-
-    def _tried(self, ask: Callable[[], _T], warning: str, *arguments: object) -> _T | None:
-        """Returns the result of ``ask``; None, with a warning, if the store does not answer."""
-        try:
-            return ask()
-        except ConfigError as error:
-            # The save continues, or has failed already for a more important reason.
-            self._session.log.at_step(self._facts.step).warning(warning, *arguments, error)
-            return None
-
-    def report_missing(self, where: Where) -> None:
-        """See :meth:`Run.report_missing`."""
-        said = "could not tell the other ranks that the part of shard %d is missing: %s"
-        self._tried(lambda: self._run.report_missing(self._facts.save_id, where), said, self._shard)
-
-    def lacking(self, save_ids: Collection[str]) -> set[str] | None:
-        """See :meth:`Run.lacking`; None if that can't be known."""
-        said = "retention skipped: it is not known whether the newer checkpoint is complete: %s"
-        return self._tried(lambda: self._run.lacking(sorted(save_ids)), said)
-
-    def wait(self, part: PartSave) -> bool:
-        """Waits as :meth:`PartSave.wait`, for the whole checkpoint: shard 0 reports the commit to the other ranks."""
-        if part.facts.world_size == 1 or not part.facts.durable:
-            return part.wait()
-        if self._shard != part.facts.coordinator:
-            return part.wait() and self._wait_for_commit(part)
-        end, asks = "", True
-
-        def is_given_up() -> bool:
-            nonlocal asks
-            said = "could not ask whether a save was given up: %s"
-            missing = self._tried(lambda: self._run.is_missing(part.facts.save_id, "durable"), said) if asks else False
-            asks = missing is not None
-            return bool(missing)
-
-        try:
-            end = "committed" if part.wait(is_given_up) else "queued"
-        except BaseException as error:
-            end = str(error) or type(error).__name__
-            raise
-        finally:
-            said = "could not tell the other ranks what became of the save: %s"
-            self._tried(lambda: self._run.report_end(part.facts.save_id, end), said)
-        return end == "committed"
-
-    def _wait_for_commit(self, part: PartSave) -> bool:
-        session, facts, clock = self._session, self._facts, self._session.clock
-        began, timeout_s, end = clock.monotonic(), session.config.support.wait_timeout_s, None
-        while end is None:
-            waited_s = clock.monotonic() - began
-            if waited_s >= timeout_s:
-                raise part.not_durable(f"shard 0 has not told of its commit within {timeout_s} s")
-            clock.sleep(clock.timing.pause_s(clock.timing.local_poll_s, waited_s))
-            try:
-                end = _answered(session, lambda: self._run.end_of(facts.save_id))
-            except ConfigError as error:
-                if session.config.on_save_error == "raise":
-                    raise part.not_durable(str(error)) from error
-                text = "it is not known whether %s is committed: %s; training continues"
-                session.log.at_step(facts.step).warning(text, facts.name, error)
-                return False
-        if end not in ("committed", "queued"):
-            raise part.not_durable(end)
-        return end == "committed"
