@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
 from tiered_checkpoint_io.engine.drain.process import CANNOT_IMPORT, reap, start_process
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.serving import ask_to_serve, served_at
-from tiered_checkpoint_io.engine.drain.status import LOG, Standstill, StandstillError, tier_label
+from tiered_checkpoint_io.engine.drain.status import LOG, StandstillError, tier_label
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.durable import commit
@@ -51,6 +52,7 @@ _BEGAN = ids.new_run_id()
 _NOTED_WAIT_S = 1.0
 #: Outcomes that are remembered as taken: more than the log keeps.
 _SEEN = 2048
+_MOVING = ("answers", "bytes.sent", "committed", "uploaded", "failed", "skipped")
 _ORPHANED = "an earlier start left it, and parts of other nodes do not come: they may be lost"
 
 
@@ -245,7 +247,9 @@ class DrainHandle:
         self.queue = Queue(tier.root, clock=clock)
         #: The drain's last report about itself.
         self.progress = self.queue.progress
-        self._standstill = Standstill(self.progress, clock)
+        #: The drain's figures at the last look; and those at which a wait ended because they stood still.
+        self._figures: tuple[int, ...] = ()
+        self._stood_still: tuple[int, ...] | None = None
         self.runner = DrainRunner(tier.root, self.queue, config, logger, clock)
         #: A thread that replicates asks for it too.
         self._serving = threading.Lock()
@@ -259,7 +263,7 @@ class DrainHandle:
         self.leave_by: float | None = None
         #: Outcomes that are not new: those before the start, and those that were taken or waited for.
         self._seen = set(map(_key, self.queue.outcomes()))
-        self._seen_at = b""
+        self._seen_at, self._trouble = b"", ""
         #: Times of failures before this process began: these operations are tried again, perhaps with success.
         self._earlier = {each.op_id: each.finished for each in self.queue.outcomes() if each.state == "failed"}
         tier.bell = self.queue.ring
@@ -345,9 +349,8 @@ class DrainHandle:
         bounded. ``besides`` is the save to be queued, of which other ranks may have queued parts.
         """
         max_pending, self.given_up = self._config.support.max_pending, ""
-        self._standstill.begin()
         began, patience_s = self._clock.monotonic(), self._config.support.pending_timeout_s
-        for _ in self._looks(self._config.support.wait_timeout_s):
+        for still_s in self._looks(self._config.support.wait_timeout_s):
             requests = self.queue.requests()
             cancelled = {ids.save_id_of_op(request.target) for request in requests if request.action == "cancel"}
             waiting = [each for each in self.pending_saves() if each != besides and each not in cancelled]
@@ -370,18 +373,22 @@ class DrainHandle:
                 why = lost.get(oldest, _ORPHANED)
                 self._log.error("giving up the oldest failed upload, as %d wait already: %s", len(waiting), why)
                 self.given_up = oldest
-                self.queue.submit(self._cancel(cancel_id, oldest))
+                self.cancel(cancel_id, oldest)
                 return True
             if self.leave_by is not None:
                 # The time that is left to a job that has to end is for its last checkpoint.
                 return False
-            if self._standstill.lasts(patience_s) or waited_s >= patience_s:
+            if still_s >= patience_s:
+                self._stood_still = self._figures
+                return False
+            if waited_s >= patience_s:
                 return False
         return False
 
-    def _cancel(self, op_id: str, save_id: str) -> Request:
+    def cancel(self, op_id: str, save_id: str) -> None:
+        """Gives up a queued save."""
         server = self._tier.place.server if self._tier.place is not None else None
-        return Request(op_id, "cancel", "cancel", self._config.dirpath, save_id, server=server)
+        self.queue.submit(Request(op_id, "cancel", "cancel", self._config.dirpath, save_id, server=server))
 
     def _orphans(self, waiting: Collection[str]) -> set[str]:
         """Returns saves of an earlier start that only wait for parts of other nodes, after ``pending_timeout_s``."""
@@ -412,8 +419,7 @@ class DrainHandle:
             StandstillError: No progress for ``moving_s``, or the process has to end. The operation stays queued.
             DrainError: No outcome within ``timeout_s`` seconds, a hopeless save, or an unknown outcome.
         """
-        self._standstill.begin()
-        for _ in self._looks(timeout_s):
+        for still_s in self._looks(timeout_s):
             is_pending = op_id in self.pending()
             outcome = self.queue.outcome(op_id)
             # The outcome is written first: then its waiters may look at the memory tier.
@@ -430,7 +436,9 @@ class DrainHandle:
             self._check_drain()
             # The time that is left is for the job's last checkpoint.
             is_leaving = moving_s < math.inf and self.leave_by is not None
-            if is_leaving or (moving_s < math.inf and self._standstill.lasts(moving_s)):
+            if is_leaving or still_s >= moving_s:
+                if not is_leaving:
+                    self._stood_still = self._figures
                 where, hint = tier_label(self._config.dirpath), "it stays queued, and is uploaded once that is possible"
                 text = "the job is told to end" if is_leaving else f"nothing has reached {where} for {moving_s:.0f} s"
                 raise StandstillError(text, operation="drain", tier="durable", key=self._config.dirpath, hint=hint)
@@ -483,28 +491,40 @@ class DrainHandle:
         if version != self._seen_at:
             outcomes = self.queue.outcomes()
             fresh = [outcome for outcome in outcomes if _key(outcome) not in self._seen]
+            self._seen_at, self._trouble = version, self.progress().trouble
             self._seen.update(map(_key, fresh))
             if len(self._seen) > _SEEN:
                 # Outcomes that the log has forgotten do not come again.
                 self._seen.intersection_update(map(_key, outcomes))
-        self._seen_at = version
-        return fresh, self.progress().trouble
+        return fresh, self._trouble
 
     # ---------------------------------------------------------------------------------- inside
-    def _looks(self, timeout_s: float) -> Iterator[None]:
-        """Has a waiting caller look at once, and whenever something has changed, until it is late."""
+    def _looks(self, timeout_s: float) -> Iterator[float]:
+        """Has a waiting caller look at once, and whenever something has changed, until it is late.
+
+        Yields for how many seconds of this wait the drain has made no progress; more than any bound if an earlier wait
+        ended for that, and nothing has moved since.
+        """
         clock, timing = self._clock, self._clock.timing
         deadline = clock.monotonic() + timeout_s
-        is_late = False
+        moved, is_late = clock.monotonic(), False
+        self._figures = self._moving()
         while not is_late:
-            version, looked_at = self.queue.version(), clock.monotonic()
-            yield
+            version, looked_at, before = self.queue.version(), clock.monotonic(), self._figures
+            self._figures = self._moving()
+            moved = moved if self._figures == before else looked_at
+            yield sys.float_info.max if self._figures == self._stood_still else looked_at - moved
             self.runner.ensure()
             while version == self.queue.version() and clock.monotonic() - looked_at < timing.full_look_s:
                 is_late = clock.monotonic() > (deadline if self.leave_by is None else min(deadline, self.leave_by))
                 if is_late:
                     break
                 clock.sleep(timing.wait_poll_s)
+
+    def _moving(self) -> tuple[int, ...]:
+        """Returns figures that only an answer of the store, bytes that leave, or the end of an operation change."""
+        progress = self.progress()
+        return (progress.pid, progress.bytes_done, *(progress.counters.get(name, 0) for name in _MOVING))
 
     def _say_wait(self, saves: list[str], waited_s: float, left_s: float) -> None:
         progress, where = self.progress(), tier_label(self._config.dirpath)

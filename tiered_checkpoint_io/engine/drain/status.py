@@ -36,8 +36,6 @@ LOG = Path("status", "drain.log")
 _MAX_LOG = 1 << 20
 #: The default of ``memory_dir``.
 _SHM = "/dev/shm"  # noqa: S108
-#: Counters that only an answer of the store, bytes that leave, or the end of an operation change.
-_MOVING = ("answers", "bytes.sent", "committed", "uploaded", "failed", "skipped")
 #: Outcomes that are kept for a caller that does not poll.
 _UNREAD = 256
 
@@ -330,37 +328,6 @@ def looking(log: CheckpointLogger, look: Callable[[], T], otherwise: T) -> T:
 # ---------------------------------------------------------------------------------------------- the drain
 class StandstillError(DrainError):
     """The drain has made no progress within the bound of a caller's wait."""
-
-
-class Standstill:
-    """Measures the time without progress of the drain while this process waits for it."""
-
-    def __init__(self, look: Callable[[], DrainProgress], clock: Clock) -> None:
-        """Takes a function that returns the drain's progress."""
-        self._look = look
-        self._clock = clock
-        self._mark = self._marked()
-        self._since = clock.monotonic()
-        #: The mark at which a wait ended for that.
-        self._ended: tuple[int, ...] | None = None
-
-    def begin(self) -> None:
-        """Begins a wait: an earlier standstill does not count, unless it has already ended a wait."""
-        self._mark, self._since = self._marked(), self._clock.monotonic()
-
-    def lasts(self, seconds: float) -> bool:
-        """Returns True without progress for ``seconds`` of this wait, or since an earlier wait ended so."""
-        mark, now = self._marked(), self._clock.monotonic()
-        if mark != self._mark:
-            self._mark, self._since = mark, now
-        if mark != self._ended and now - self._since < seconds:
-            return False
-        self._ended = mark
-        return True
-
-    def _marked(self) -> tuple[int, ...]:
-        progress = self._look()
-        return (progress.pid, progress.bytes_done, *(progress.counters.get(name, 0) for name in _MOVING))
 
 
 class Reporter:

@@ -212,11 +212,12 @@ def commit(
         # The file may have waited for long since it was verified with the other files.
         _verify(part, [switch], files)
     own = old if old is not None and old.alias_of is None else None
-    sizes = _sizes_of(store, part, index)
-    if own is not None and own.content.save_id > part.save_id and None in sizes.values():
+    unlike = _unlike(store, part, index)
+    if own is not None and own.content.save_id > part.save_id and any(size is None for size, _ in unlike.values()):
         # The save had done W4. Then the run that has the name now replaced it, and removed its files.
         return "replaced"
-    _check_sizes(part, index, sizes)
+    if unlike:
+        raise _not_as_sent(part, *next(iter(unlike.items())))
     tag = manifests.conditional.tag(switch.path) if switch is not None else None
     if tag is not None and own is None:
         manifests.reserve(part.name)
@@ -370,31 +371,21 @@ def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
         )
 
 
-def _sizes_of(store: Store, part: Part, index: Index) -> dict[str, int | None]:
-    """Returns the size of each file except the switch, None for a missing one: one list."""
-    switch = _switch(part)
-    paths = [path for path, _ in index.paths if switch is None or path != switch.path]
-    if not paths:
-        return {}
-    there = {entry.key: entry.size for entry in store.list(f"{part.name}/")}
-    return {path: there.get(path) for path in paths}
-
-
-def _check_sizes(part: Part, index: Index, sizes: Mapping[str, int | None]) -> None:
-    """Refuses a manifest whose files are missing, for any reason since the uploads.
-
-    Raises:
-        StoreError: A file is missing, or has another size.
-    """
+def _unlike(store: Store, part: Part, index: Index) -> dict[str, tuple[int | None, int]]:
+    """Returns the files, except the switch, that do not have their size, and both sizes; None for no file. One list."""
     switch = _switch(part)
     expected = {path: size for path, size in index.paths if switch is None or path != switch.path}
-    for path, size in expected.items():
-        if sizes[path] != size:
-            raise StoreError(
-                f"{'no' if sizes[path] is None else sizes[path]} bytes of a file are there instead of {size}",
-                operation="commit",
-                tier="durable",
-                key=path,
-                step=part.content.step,
-                hint="it was removed or replaced after its upload; the next save is not affected",
-            )
+    there = {entry.key: entry.size for entry in store.list(f"{part.name}/")} if expected else {}
+    return {path: (there.get(path), size) for path, size in expected.items() if there.get(path) != size}
+
+
+def _not_as_sent(part: Part, path: str, sizes: tuple[int | None, int]) -> StoreError:
+    size, expected = sizes
+    return StoreError(
+        f"{'no' if size is None else size} bytes of a file are there instead of {expected}",
+        operation="commit",
+        tier="durable",
+        key=path,
+        step=part.content.step,
+        hint="it was removed or replaced after its upload; the next save is not affected",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.memory.node import Identity
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.base import Store, conditional
@@ -37,22 +37,6 @@ class Lease:
 
     def to_json(self) -> bytes:
         return json.dumps({"format_version": _VERSION, **asdict(self)}).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Lease:
-        """Reverses :meth:`to_json`; raises CorruptCheckpointError if the bytes can't be understood."""
-        try:
-            raw = json.loads(data)
-            is_known = raw.pop("format_version") == _VERSION
-            lease = cls(**{**raw, "process": Identity(*raw["process"])})
-            values = (lease.generation, *lease.process[1:])
-            texts = (lease.owner, lease.token, lease.asker, lease.namespace, lease.host, lease.process.machine)
-            is_known &= all(isinstance(each, str) for each in texts) and all(isinstance(each, int) for each in values)
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            is_known = False
-        if not is_known:
-            raise CorruptCheckpointError("not a lease", operation="parse", key=ids.LEASE_KEY)
-        return lease
 
     @property
     def who(self) -> str:
@@ -89,6 +73,12 @@ def read(store: Store) -> tuple[bytes, str | None]:
 def understood(data: bytes | None) -> Lease | None:
     """Returns the lease in these bytes; None for none, or if they can't be understood."""
     try:
-        return Lease.from_json(data) if data else None
-    except CorruptCheckpointError:
+        raw = json.loads(data or b"")
+        is_known = raw.pop("format_version") == _VERSION
+        lease = Lease(**{**raw, "process": Identity(*raw["process"])})
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
+    values = (lease.generation, *lease.process[1:])
+    texts = (lease.owner, lease.token, lease.asker, lease.namespace, lease.host, lease.process.machine)
+    is_known &= all(isinstance(each, str) for each in texts) and all(isinstance(each, int) for each in values)
+    return lease if is_known else None

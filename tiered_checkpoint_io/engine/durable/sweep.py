@@ -304,7 +304,8 @@ def sweep(
     if not saves:
         return []
     manifests = survey.view.look(store, clock)
-    named = {each.save_id for each in contents_of(_own(manifests.values()))}
+    own = [each for each in manifests.values() if isinstance(each, Manifest) and each.alias_of is None]
+    named = {each.save_id for each in contents_of(own)}
     left = {each: list(store.list(ids.save_prefix(each))) for each in sorted(saves - named - survey.locked)}
     young = [each for each, entries in left.items() if entries and _newest(entries) >= before]
     oldest = min([*young, *live], default=None)
@@ -373,11 +374,6 @@ def _recorded(store: Store, save_id: str) -> tuple[str, set[str], set[str]]:
 def _below(name: str, paths: Iterable[str]) -> set[str]:
     """Returns the paths that a checkpoint of this name may have."""
     return {path for path in paths if path == name or path.startswith(f"{name}/")}
-
-
-def _own(read: Iterable[Manifest | CorruptCheckpointError]) -> list[Manifest]:
-    """Returns the intact manifests that own objects: aliases do not."""
-    return [each for each in read if isinstance(each, Manifest) and each.alias_of is None]
 
 
 def _newest(entries: Iterable[ObjectInfo]) -> float:

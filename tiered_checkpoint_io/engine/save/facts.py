@@ -21,7 +21,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.ranks.run import LeftBehindError, current_rank, current_run, current_world_size
 from tiered_checkpoint_io.engine.retention import Rules
 from tiered_checkpoint_io.engine.session import Session
@@ -466,5 +465,4 @@ def _give_up(session: Session, save_ids: Collection[str]) -> None:
     """Cancels saves that can't become complete any more, as another node has given up its part."""
     drain = session.open().drain
     for each in sorted({*save_ids} & {*drain.pending_saves()}):
-        server = session.place.server
-        drain.submit(Request(session.save_ids.next(), "cancel", "cancel", session.dirpath, each, server=server))
+        drain.cancel(session.save_ids.next(), each)
