@@ -220,11 +220,7 @@ class Checkpointer:
         self.session.known.note(name, exists=False)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Returns True if a name is taken on or queued for the durable tier, as far as this process knows.
-
-        Raises:
-            StoreError: The durable tier could not be read, or was silent for ``durable_timeout_s``.
-        """
+        """Returns True if a name is taken on or queued for the durable tier; raises as :meth:`DurableNameCache.all`."""
         name = ids.name_in(self.dirpath, path)
         return name in self.session.known.all(self.config.support.durable_timeout_s) or self._has(name)
 
@@ -245,13 +241,7 @@ class Checkpointer:
         return last in names or (f"{last}/" in names and METADATA in self._below(f"{prefix}{last}/"))
 
     def _below(self, prefix: str = "") -> set[str]:
-        """Returns the names right below a prefix, except our own checkpoints: these come and go during training.
-
-        Each folder is listed once, when it is first asked for.
-
-        Raises:
-            StoreError: The durable tier could not be read.
-        """
+        """Returns the names right below a prefix, each listed once; without our own checkpoints, which come and go."""
         if prefix in self._listed:
             return self._listed[prefix]
         clock, bound = self.session.clock, float(self.config.support.durable_timeout_s)

@@ -97,11 +97,7 @@ class LeaseKeeper:
         self._thread = self._clock.start(self._run, "tiered-lease")
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Waits for the first look, at most ``wait_s`` seconds.
-
-        Raises:
-            ConfigError: Another live run writes to the same place.
-        """
+        """Waits for the first look, at most ``wait_s`` seconds; ConfigError if another live run writes there."""
         self._clock.wait(self._looked, wait_s)
         if self._refusal is not None:
             self._was_shown = True
@@ -446,13 +442,11 @@ class Claims:
     def claim(self, *, saves: bool = True) -> None:
         """Claims the dirpath for this launch, in the background; a repeated call looks at the result.
 
+        Raises as :meth:`check`.
+
         The first call waits for the first look, which finds nearly every other run, for ``lease_first_look_s``, and
-        ``durable_timeout_s`` at most. A rank other than 0 that torch.distributed does not know yet claims nothing.
-
-        With ``saves``, a save follows, which has to sort after the existing saves.
-
-        Raises:
-            ConfigError: Another live run writes there.
+        ``durable_timeout_s`` at most. A rank other than 0 that torch.distributed does not know yet claims nothing. With
+        ``saves``, a save follows, which has to sort after the existing saves.
         """
         self.check()
         began = self._clock.monotonic()
@@ -492,13 +486,9 @@ class Claims:
         return look.result() if look is not None and look.within(0.0) else None
 
     def check(self) -> None:
-        """Looks at the result of the claim, if one was made; and at the owner of this namespace's memory.
+        """Looks at the result of a claim; and, once, or again if its file was lost, at the owner of this namespace.
 
-        Once, and again if the file that names the owner was removed.
-
-        Raises:
-            ConfigError: Another live run writes to the same dirpath, or, on this node, another live job to the same
-                namespace.
+        Raises ConfigError if another live run writes to the dirpath, or another live job of this node to the namespace.
         """
         # The save raises other errors of memory.
         with contextlib.suppress(OSError):

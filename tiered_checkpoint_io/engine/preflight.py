@@ -252,11 +252,7 @@ def _asked(config: TieredCheckpointConfig, clock: Clock, ask: Callable[[Store], 
 
 
 def room_of(config: TieredCheckpointConfig) -> Room:
-    """Returns the capacity of this node's memory and spill, by their file systems' sizes: others may leave again.
-
-    Raises:
-        OSError: ``memory_dir`` does not exist, or can't be looked at.
-    """
+    """Returns the capacity of this node's memory and spill, by their file systems' sizes: others may leave again."""
     spill_dir, spill = spill_dir_of(config.spill_dir), 0
     is_named, is_refused = config.spill_dir not in (AUTO, None), False
     if spill_dir is not None:
@@ -272,9 +268,8 @@ def room_of(config: TieredCheckpointConfig) -> Room:
 def try_requests(store: Store, key: str, *, multipart: bool) -> list[TieredCheckpointError]:
     """Sends each kind of request that saves, loads and deletes need once; returns the errors of the failed ones.
 
-    After a refused one the others are sent as well, so that all missing rights are known at once.
-
-    With ``multipart``, it begins an upload in parts as well, and ends it, if the store has such.
+    After a refused one the others are sent as well, so that all missing rights are known at once. With ``multipart``,
+    they begin an upload in parts, and end it, if the store has such.
     """
     failures: list[TieredCheckpointError] = []
     content = key.encode()

@@ -87,10 +87,8 @@ class DurableNameCache:
     def all(self, patience_s: float = math.inf) -> frozenset[str]:
         """Returns all names on the durable tier, or queued for it: one LIST at first use, none later.
 
-        By default, a silence lasts until the store gives up.
-
-        Raises:
-            StoreError: The durable tier could not be read, or was silent for so long.
+        Raises StoreError if the tier could not be read, or was silent for ``patience_s``; by default until its store
+        gives up.
         """
         if self._listed is None:
             # Saves since the names were asked for may be committed already.
@@ -425,11 +423,7 @@ class Session:
                 self.log.warning("queued uploads wait for the next save: %s", error)
 
     def surface(self, *, looks: bool = True) -> None:
-        """Raises failures of the background, each once; before that, it :meth:`looks <look>`.
-
-        Raises:
-            SaveError: A failure was not raised yet, and ``on_save_error`` is ``raise``.
-        """
+        """Raises failures of the background, each once, if ``on_save_error`` is ``raise``; calls :meth:`look` first."""
         if looks:
             self.look()
         if (failure := self._announcer.first_failure()) is not None and self._raises:
@@ -448,11 +442,7 @@ class Session:
             self.note("failed", name=name, step=step, error=str(error), action=action)
 
     def failed(self, name: str, step: int, error: Exception, action: str = "save", *, shared: bool = False) -> None:
-        """Counts a failure as :meth:`count_failure` does, and logs it.
-
-        Raises:
-            SaveError: ``on_save_error`` is ``raise``.
-        """
+        """Counts a failure as :meth:`count_failure` does, and logs it; raises it if ``on_save_error`` is ``raise``."""
         self.count_failure(name, step, error, action, shared=shared)
         # The error of an operation on a name names the operation.
         text = f"saving {name} failed: {error}" if action == "save" else str(error)

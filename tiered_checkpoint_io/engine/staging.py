@@ -92,11 +92,7 @@ class BackgroundTask:
         self._thread: int | None = None
 
     def run(self, name: str, work: Callable[[], T]) -> Future[T]:
-        """Runs ``work``, the rest of the save of ``name``, after the work that runs already.
-
-        Returns:
-            Its result, or the exception that it raised, which the caller is to show.
-        """
+        """Runs ``work``, the rest of the save of ``name``, after the running work; its caller shows its exception."""
         self.wait()
         return self._submit(name, work)
 
@@ -160,11 +156,7 @@ class BackgroundTask:
         self._thread = threading.get_ident()
 
     def wait(self) -> None:
-        """Waits for the running work, however it ends; does nothing on its own thread.
-
-        Raises:
-            DrainError: The work has not ended in time.
-        """
+        """Waits for the running work, however it ends, or raises DrainError; does nothing on its own thread."""
         if not self._tasks or threading.get_ident() == self._thread:
             return
         # A running task may leave more to do.
@@ -417,9 +409,8 @@ class Capturer:
     def prepare(self, size: int, *, first: bool = False) -> None:
         """Makes a slot for the next file of this size, in the background; the next save takes it as far as it is made.
 
-        The slot is pinned, too, if the state is on a GPU.
-
-        If the thread that trains asks for the ``first`` one, before the first save, it is made at the lowest priority.
+        The slot is pinned, too, if the state is on a GPU. If the thread that trains asks for the ``first`` one, before
+        the first save, it is made at the lowest priority.
         """
         self._stopped.set()
         if self._tier.pool.is_prepared(size):

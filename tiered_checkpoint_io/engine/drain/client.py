@@ -287,12 +287,7 @@ class DrainHandle:
             runner.ensure()
 
     def serve(self, address: str) -> Endpoint:
-        """Has the drain serve this node's memory, and returns the endpoint.
-
-        Raises:
-            DrainError: The drain does not serve within a bound.
-            MemoryFullError: Memory has no space for the request.
-        """
+        """Has the drain serve this node's memory, and returns the endpoint; DrainError if it does not in time."""
         root, clock, timing = self._tier.root, self._clock, self._clock.timing
         deadline = clock.monotonic() + timing.serve_s
         with self._serving:

@@ -110,11 +110,7 @@ class OperationLog:
 
     # ----------------------------------------------------------------------------------- writing
     def open(self) -> None:
-        """Makes the file if it is missing, so that all later writes have their space.
-
-        Raises:
-            MemoryFullError: There is no space for it.
-        """
+        """Makes the file if it is missing, so that later writes have their space; MemoryFullError without space."""
         with self._guard, self._locked():
             return
 

@@ -100,11 +100,7 @@ class Queue:
 
     # ---------------------------------------------------------------------------------- requests
     def submit(self, request: Request) -> None:
-        """Queues an alias, copy, delete or cancel.
-
-        Raises:
-            MemoryFullError: There is no space for the log.
-        """
+        """Queues an alias, copy, delete or cancel; MemoryFullError if the log has no space."""
         # An outcome takes its request out of the log, but is the larger of the two. Cancels empty it as well.
         self._log.write({_REQUEST + request.op_id: _facts(request)}, leaves_room=request.action != "cancel")
 

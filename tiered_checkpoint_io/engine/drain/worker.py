@@ -73,12 +73,9 @@ class Drain:
         self._trainers: int | None = None
 
     def run(self, *, once: bool = False) -> bool:
-        """Works until the queue is empty, and no trainer lives that could add to it.
+        """Works until the queue is empty and no trainer lives; with ``once``, as long as anything can be done now.
 
-        With ``once``, returns as soon as no operation can be done now.
-
-        Returns:
-            False if another drain holds the lock; then no work was done.
+        Returns False, without any work, if another drain holds the lock.
         """
         # A process that asks whether a drain runs holds its lock for a moment.
         lock = try_lock(self._root / LOCK_FILE, patience_s=self._clock.timing.drain_lock_s, clock=self._clock)

@@ -251,11 +251,7 @@ def _hold_both(manifests: Manifests, new: Manifest, previous: tuple[Content, ...
 
 
 def _index_of(part: Part, rows: Mapping[int, IndexRow]) -> Index:
-    """Returns the index of a save.
-
-    Raises:
-        CorruptCheckpointError: The parts do not make one checkpoint.
-    """
+    """Returns the index of a save; CorruptCheckpointError if the parts do not make one checkpoint."""
     index = Index(part.name, part.save_id, rows)
     paths = [path for path, _ in index.paths]
     if part.content.parts > 1 and set(rows) != set(range(part.content.parts)):

@@ -148,11 +148,7 @@ def put_alias(store: Store, alias: str, target: str, *, before: str | None = Non
 
 
 def target_of(manifests: Manifests, target: str, alias: str) -> Manifest:
-    """Returns the manifest of the target of a new alias or copy.
-
-    Raises:
-        CheckpointNotFoundError: The target does not exist, or is an alias.
-    """
+    """Returns the manifest of a new alias' or copy's target; CheckpointNotFoundError without one, or for an alias."""
     manifest = manifests.current(target)
     if manifest is None or manifest.alias_of is not None:
         what = "it is an alias itself" if manifest is not None else "it was not uploaded, or is deleted"

@@ -37,9 +37,6 @@ def contents_there(store: Store, manifest: Manifest) -> tuple[Content, ...]:
     """Returns the contents that a checkpoint's objects may be; an overwrite under way adds the content before.
 
     A sharded checkpoint's switch decides. Of one file, all contents are returned: only a read of all bytes decides.
-
-    Raises:
-        StoreError: The tier could not be read.
     """
     contents = (manifest.content, *manifest.previous)
     if not manifest.previous:

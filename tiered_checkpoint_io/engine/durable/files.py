@@ -84,12 +84,7 @@ class Files:
 
 
 def files_of(store: Store, content: Content) -> Files:
-    """Returns the files of a save.
-
-    Raises:
-        CorruptCheckpointError: Its index is missing, or is not the one that was committed.
-        StoreError: The tier could not be read.
-    """
+    """Returns the files of a save; CorruptCheckpointError if its index is missing, or is not the committed one."""
     if content.index is None:
         return Files(store, content, None)
     with _as_committed(where := f"{store.url}/{ids.index_key(content.save_id)}"):
@@ -196,22 +191,14 @@ def read_description(store: Store, name: str, save_id: str, rank: int, digest: s
 
 
 def check_paths(part: Part) -> None:
-    """Refuses a part that names files of other checkpoints.
-
-    Raises:
-        CorruptCheckpointError: The part names a file outside of the folder of its checkpoint.
-    """
+    """Refuses a part that names files outside of the folder of its checkpoint."""
     for entry in part.content.files:
         if entry.path not in (part.name, f"{part.name}/{entry.basename}"):
             raise CorruptCheckpointError(f"file {entry.path!r} is not in the folder of its checkpoint", key=part.name)
 
 
 def paths_in(store: Store, contents: Iterable[Content]) -> set[str] | None:
-    """Returns the keys of all files of some contents; None if an index is damaged, so that they are unknown.
-
-    Raises:
-        StoreError: The tier could not be read.
-    """
+    """Returns the keys of all files of some contents; None if an index is damaged, so that they are unknown."""
     try:
         return {path for content in contents for path in files_of(store, content).sizes}
     except CorruptCheckpointError as error:

@@ -1,4 +1,4 @@
-"""Manifests on the durable tier: reads, their union, and changes.
+"""Manifests on the durable tier: reads, their union, and changes. All raise StoreError if the tier can't be asked.
 
 Two drains may work on one name: of two runs, or of one job on two nodes. So an operation changes a manifest only while
 it is as the operation has read it (:class:`Manifests`), and an object that several saves write in turn, the switch,
@@ -51,11 +51,7 @@ class DurableView:
         self._read: dict[str, _Known] = {}
 
     def look(self, store: Store, clock: Clock = SYSTEM) -> dict[str, Manifest | CorruptCheckpointError]:
-        """Returns all manifests, by name: one list, and a GET for each that is new, or may have changed.
-
-        Raises:
-            StoreError: The tier could not be read.
-        """
+        """Returns all manifests, by name: one list, and a GET for each that is new, or may have changed."""
         now, listed = clock.monotonic(), _listed(store)
         latest = max((entry.modified for entry in listed.values()), default=0.0)
         kept = {name: each for name, each in self._read.items() if listed.get(name) == each.entry}
@@ -132,11 +128,7 @@ class Manifests:
         return manifest
 
     def put(self, manifest: Manifest) -> None:
-        """Replaces the manifest that was read.
-
-        Raises:
-            StoreError: Another drain was faster.
-        """
+        """Replaces the manifest that was read; StoreError if another drain was faster."""
         self._put(manifest.name, manifest.to_json())
 
     def delete(self, name: str) -> None:
@@ -164,11 +156,7 @@ class Manifests:
         return self._reserved[name]
 
     def look(self, name: str) -> None:
-        """Checks that a manifest is as it was read, or last written.
-
-        Raises:
-            StoreError: Another operation changed it: others do not expect this operation's write.
-        """
+        """Checks that a manifest is as it was read, or last written: else others expect no write."""
         key, data = ids.manifest_key(name), b""
         with contextlib.suppress(StoreNotFoundError):
             data = self.store.get(key)
@@ -185,12 +173,7 @@ class Manifests:
 
 
 def if_intact(read: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
-    """Returns the document that ``read`` reads; None if the document is missing or damaged.
-
-    Raises:
-        CorruptCheckpointError: It has another format version.
-        StoreError: The tier could not be read.
-    """
+    """Returns the document that ``read`` reads; None if it is missing or damaged. Another format is an error."""
     try:
         return read(*args, **kwargs)
     except (CorruptCheckpointError, StoreNotFoundError) as error:
@@ -251,11 +234,7 @@ def _listed(store: Store) -> dict[str, ObjectInfo]:
 
 
 def names_of(store: Store) -> set[str]:
-    """Returns all names that have a manifest, by one list; reads manifests that may be reservations.
-
-    Raises:
-        StoreError: The tier could not be read.
-    """
+    """Returns all names that have a manifest, by one list; reads manifests that may be reservations."""
     listed = _listed(store)
 
     def is_there(name: str) -> bool:
@@ -266,11 +245,7 @@ def names_of(store: Store) -> set[str]:
 
 
 def newest_save_id(store: Store) -> str | None:
-    """Returns the newest save id on the durable tier, by one list and the few last manifests.
-
-    Raises:
-        StoreError: The tier could not be read.
-    """
+    """Returns the newest save id on the durable tier, by one list and the few last manifests."""
     listed = _listed(store)
     last = sorted(listed, key=lambda name: listed[name].modified)[-_LAST:]
     # The place of one that can't be understood in the order is unknown.

@@ -28,18 +28,11 @@ def removed(
     needed: Collection[str] = (),
     clock: Clock = SYSTEM,
 ) -> Iterator[RemovalAttempt]:
-    """Removes checkpoints that no policy keeps, each only if it is unchanged since then; repeatable after a crash.
+    """Removes checkpoints that no policy keeps, each only if it is unchanged since then; repeatable after a StoreError.
 
     Each is removed when the caller asks for the next result. If the server refuses to remove a checkpoint, it stays
-    complete, and the others are still removed.
-
-    Without a policy, nothing is removed. The names that are ``needed`` stay under any. The survey notes refusals.
-
-    Yields:
-        Each checkpoint that is gone, and each that was refused.
-
-    Raises:
-        StoreError: Some of them are still there. Repeat the call to finish.
+    complete, the survey notes it, and the others are still removed. Yields the removed and the refused ones. The names
+    that are ``needed`` stay.
     """
     there = survey.look(store, clock=clock)
     reasons = kept(there, policies)
@@ -60,11 +53,7 @@ def in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
 
 
 def remove(store: Store, checkpoint: Checkpoint, *, clock: Clock = SYSTEM) -> RemovalAttempt:
-    """Removes a checkpoint, unless it was saved again since it was judged, or is in use.
-
-    Raises:
-        StoreError: The server does not answer. Repeat the call to finish.
-    """
+    """Removes a checkpoint, unless it was saved again since it was judged, or is in use; may be repeated."""
     refused = Refusals()
     try:
         with refused.kept():
@@ -80,11 +69,7 @@ def remove(store: Store, checkpoint: Checkpoint, *, clock: Clock = SYSTEM) -> Re
 
 
 def remove_all(store: Store, going: Iterable[Checkpoint], stop: threading.Event) -> list[RemovalAttempt]:
-    """Removes checkpoints, the oldest first, until ``stop`` is set; if one is refused, the others of its step stay.
-
-    Raises:
-        StoreError: The server does not answer, or refuses all deletes. Repeat the call to finish.
-    """
+    """Removes checkpoints, the oldest first, until ``stop`` is set; if one is refused, the others of its step stay."""
     units: defaultdict[int | str, list[Checkpoint]] = defaultdict(list)
     for each in in_order(going):
         units[each.unit].append(each)

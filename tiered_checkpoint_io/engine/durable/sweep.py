@@ -97,11 +97,7 @@ class Survey:
     view: DurableView = field(default_factory=DurableView)
 
     def look(self, store: Store, *, clock: Clock = SYSTEM) -> list[Checkpoint]:
-        """Returns all checkpoints and aliases.
-
-        Raises:
-            StoreError: The tier could not be read.
-        """
+        """Returns all checkpoints and aliases."""
         read = self.view.look(store, clock)
         self.unread = {name: value for name, value in read.items() if isinstance(value, CorruptCheckpointError)}
         return [Checkpoint.of(value) for value in read.values() if isinstance(value, Manifest)]

@@ -194,12 +194,9 @@ def trains_here() -> bool:
 
 
 def current_group(clock: Clock, *, alone: bool = False, process_group: Any = None) -> Group:
-    """Returns the ranks that act together: those of a process group, or only this process.
+    """Returns the ranks that act together: those of a process group, or, if ``alone``, only this process.
 
-    ``alone`` says that this process acts without the others.
-
-    Raises:
-        ConfigError: All ranks act together, and this thread does not train.
+    Raises ConfigError if all ranks act together, and this thread does not train.
     """
     if alone or current_world_size() == 1:
         return Group()

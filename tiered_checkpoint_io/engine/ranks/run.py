@@ -266,11 +266,7 @@ class Run:
 
     @property
     def attempt(self) -> str:
-        """The name of this run's attempt; asked of the store each time.
-
-        Raises:
-            LeftBehindError: Other ranks were started again, and this rank is of an earlier attempt.
-        """
+        """This run's attempt, asked of the store each time; LeftBehindError if others are in a later one."""
         # The store of torchrun's agents is kept from one attempt to the next.
         if self.store is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
             return "0"

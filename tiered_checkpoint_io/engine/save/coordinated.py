@@ -79,25 +79,17 @@ class CoordinatedSaver(Saver):
         raise error
 
     def close(self) -> None:
-        """Waits for this rank's part of the last save, and shows its failure.
-
-        Raises:
-            SaveError: A failure, and ``on_save_error`` is ``raise``.
-        """
+        """Waits for this rank's part of the last save; raises its failure if ``on_save_error`` is ``raise``."""
         failed = self._end_last()
         if failed is not None:
             self._session.failed(*failed)
 
     # ------------------------------------------------------------------------------- coordinator
     def issue(self, wanted: SaveFacts) -> SaveFacts:
-        """Completes the facts that the ranks of a save have to agree on; only the coordinator calls this.
+        """Completes the facts on which the ranks of a save agree; only the coordinator calls this.
 
-        Waits for room in the queue, as the configuration says.
-
-        ``wanted`` has no save id, and nothing about other saves.
-
-        Raises:
-            ConfigError: Another live run writes to the same dirpath.
+        Waits for room in the queue. ``wanted`` has no save id, and nothing about other saves. ConfigError if another
+        live run writes to the same dirpath.
         """
         session, name, step, durable = self._session, wanted.name, wanted.step, wanted.durable
         session.claims.check()
@@ -132,15 +124,11 @@ class CoordinatedSaver(Saver):
         extra: tuple[str, bytes] | None = None,
         in_memory: bool = True,
     ) -> None:
-        """Makes the checkpoint exist; called by the coordinator once every rank has reported.
+        """Makes the checkpoint exist, or raises SaveError; called by the coordinator once every rank has reported.
 
-        A part that is sealed later is left to :meth:`seal_in_background`.
-
-        The content of ``.metadata``, and ``extra``, the name and content of a small file, go with it. With ``wait``,
-        returns once a durable save is committed there. ``in_memory`` says if all ranks have their parts on their nodes.
-
-        Raises:
-            SaveError: The save was given up, or did not reach the durable tier while we waited.
+        A part that is sealed later is left to :meth:`seal_in_background`. The content of ``.metadata``, and ``extra``,
+        the name and content of a small file, go with it. With ``wait``, returns once a durable save is committed there.
+        ``in_memory`` says if all ranks have their parts on their nodes.
         """
         with self._lock:
             part, self._captured = self._captured, None

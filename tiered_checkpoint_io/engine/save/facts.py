@@ -198,11 +198,7 @@ def arrived() -> SaveFacts | None:
 
 
 def agreed(facts: object, located: ids.Located, dirpath: str, rank: int) -> SaveFacts:
-    """Returns the coordinator's facts, if this rank saves the same checkpoint to the same durable tier.
-
-    Raises:
-        SaveError: This rank saves another checkpoint.
-    """
+    """Returns the coordinator's facts; SaveError unless this rank saves the same to the same durable tier."""
     if not isinstance(facts, SaveFacts) or facts.name != located.name or facts.step != located.step:
         meant = facts.name if isinstance(facts, SaveFacts) else "an unknown checkpoint"
         raise SaveError(
@@ -264,11 +260,7 @@ def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bo
 
 
 def check_attempt() -> None:
-    """Checks that a rank which saves nothing itself was not left behind by those that do.
-
-    Raises:
-        LeftBehindError: This rank was left behind.
-    """
+    """Checks that a rank which saves nothing itself was not left behind by those that do, or raises LeftBehindError."""
     try:
         _ = current_run().attempt
     except LeftBehindError:

@@ -154,11 +154,7 @@ class Snapshot:
     def __init__(
         self, state: dict[str, Any], find_others: Callable[[Sequence[torch.Tensor], Integers, Integers], list[int]]
     ) -> None:
-        """Finds the tensors to copy; copies all other objects.
-
-        Raises:
-            UncopiedError: An object can't be copied.
-        """
+        """Finds the tensors to copy; copies all other objects, or raises UncopiedError."""
         self._memo: dict[int, Any] = {}
         #: Place of each tensor in the copied state.
         self._places: list[tuple[Any, Any]] = []
@@ -177,11 +173,7 @@ class Snapshot:
         self.size, self.copied_size = int(sizes.sum()), int(sizes[self._others].sum())
 
     def copy(self, kept: Sequence[torch.Tensor]) -> None:
-        """Copies the tensors that not only the optimizers may change; the others stay as they are.
-
-        Raises:
-            UncopiedError: As :func:`own_objects`.
-        """
+        """Copies the tensors that not only the optimizers may change; raises as :func:`own_objects`."""
         for number, own in own_objects(self._tensors, kept).items():
             holder, key = self._places[number]
             holder[key] = own

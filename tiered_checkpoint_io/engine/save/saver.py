@@ -160,11 +160,7 @@ class PartSave:
 
     # ------------------------------------------------------------------------------------- seal
     def seal(self) -> None:
-        """Makes the part exist on this node, and queues its upload.
-
-        Raises:
-            MemoryFullError, SaveError: There is no room for its description; as :meth:`capture`.
-        """
+        """Makes the part exist on this node, and queues its upload; raises as :meth:`capture`, for lack of room."""
         assert self.small is not None
         tier, _, drain = self.session.open()
         file: dict[str, Slot] = {self.facts.file_name(self.rank): self.slot} if self.slot is not None else {}
@@ -461,12 +457,7 @@ class FullSaver(Saver):
             overlapped.copied.set()
 
     def show(self) -> None:
-        """Waits for all background work.
-
-        Raises:
-            SaveError: The work has failed, and ``on_save_error`` is ``raise``.
-            DrainError: The work has not ended in time.
-        """
+        """Waits for all background work; raises its failure if ``on_save_error`` is ``raise``; DrainError if late."""
         background = self._session.background
         background.wait()
         errors, self._errors = self._errors, []
