@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+import tenacity
+
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.base import Metrics
@@ -34,8 +36,8 @@ class Question(Generic[_T]):
         """Begins; ``ask`` must do no more than ask stores, because it may still run when its caller has left."""
         self._clock = clock
         self._answered_at = clock.monotonic()
-        #: One for each block of :func:`local_work` that a thread of it is in.
-        self.local: list[None] = []
+        #: Number of its threads that work on this machine, see :func:`local_work`.
+        self._local, self._lock = 0, threading.Lock()
         self._trouble = ("", "")
         self._ended = threading.Event()
         self._answer: Future[_T] = Future()
@@ -57,8 +59,20 @@ class Question(Generic[_T]):
         """Takes note that the store has answered a request."""
         self._answered_at, self._trouble = self._clock.monotonic(), ("", "")
 
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """See :func:`local_work`."""
+        with self._lock:
+            self._local += 1
+        try:
+            yield
+        finally:
+            self.answered()
+            with self._lock:
+                self._local -= 1
+
     def _silent_s(self) -> float:
-        return 0.0 if self.local else self._clock.monotonic() - self._answered_at
+        return 0.0 if self._local else self._clock.monotonic() - self._answered_at
 
     def failed(self, message: str, hint: str | None) -> None:
         """Takes note of an error for which a request is repeated: a server that is busy says so, again and again."""
@@ -122,15 +136,8 @@ def moving() -> Callable[[], None]:
 def local_work() -> Iterator[None]:
     """Marks a block that may take long without a store, such as a wait for a disk: no store counts as silent then."""
     question = current_question()
-    if question is None:
+    with question.at_work() if question is not None else contextlib.nullcontext():
         yield
-        return
-    question.local.append(None)
-    try:
-        yield
-    finally:
-        question.answered()
-        question.local.pop()
 
 
 def answer_within(
@@ -174,40 +181,61 @@ class Retry:
 
         Without ``cancelled``, the :class:`Question` around this call has the same effect once it is closed.
         """
-        question, clock, timing = current_question(), self._clock, self._clock.timing
+        question, timing = current_question(), self._clock.timing
         event = cancelled or (question.cancelled if question is not None else threading.Event())
-        longest_s, deadline = timing.retry_first_wait_s, 0.0
-        while True:
-            try:
-                result = call()
-            except BaseException as error:
-                # A changed object is not as it was at a second try either: the caller has to look again.
-                if not isinstance(error, StoreError) or error.reason != "unavailable":
-                    # A missing object is an answer, too.
-                    self._answered(question)
-                    raise
-                now, is_first = clock.monotonic(), not deadline
-                deadline = deadline or now + timing.retry_deadline_s
-                if event.is_set() or now > deadline:
-                    raise
-                self._metrics.add("retries")
-                self._metrics.retrying = str(error)
-                if question is not None:
-                    question.failed(error.message, error.hint)
-                if is_first:
-                    _log.warning("retrying: %s", self._metrics.retrying)
-                if clock.wait(event, clock.rng.uniform(0, longest_s)):
-                    raise
-                longest_s = min(2 * longest_s, timing.retry_max_wait_s)
-            else:
-                self._answered(question)
-                return result
+        longest = tenacity.wait_exponential(multiplier=timing.retry_first_wait_s, max=timing.retry_max_wait_s)
+        deadline: float | None = None
+        last: tenacity.RetryCallState | None = None
 
-    def _answered(self, question: Question[Any] | None) -> None:
-        self._metrics.add("answers")
-        self._metrics.retrying = ""
-        if question is not None:
-            question.answered()
+        def is_worth_it(state: tenacity.RetryCallState) -> bool:
+            nonlocal last
+            last = state
+            error = state.outcome.exception() if state.outcome is not None else None
+            # A changed object is not as it was at a second try either: the caller has to look again.
+            again = isinstance(error, StoreError) and error.reason == "unavailable"
+            if not again:
+                # A missing object is an answer, too.
+                self._metrics.add("answers")
+                self._metrics.retrying = ""
+                if question is not None:
+                    question.answered()
+            return again
+
+        def is_over(_: tenacity.RetryCallState) -> bool:
+            nonlocal deadline
+            now = self._clock.monotonic()
+            deadline = now + timing.retry_deadline_s if deadline is None else deadline
+            return event.is_set() or now > deadline
+
+        def pause(state: tenacity.RetryCallState) -> None:
+            assert state.outcome is not None
+            error = state.outcome.exception()
+            self._metrics.add("retries")
+            self._metrics.retrying = str(error)
+            if question is not None and isinstance(error, StoreError):
+                question.failed(error.message, error.hint)
+            if state.attempt_number == 1:
+                _log.warning("retrying: %s", self._metrics.retrying)
+            if self._clock.wait(event, state.upcoming_sleep):
+                # Cancelled: this raises the last error.
+                state.outcome.result()
+
+        retrying = tenacity.Retrying(
+            stop=is_over,
+            wait=lambda state: self._clock.rng.uniform(0, longest(state)),
+            retry=is_worth_it,
+            before_sleep=pause,
+            sleep=lambda _: None,
+            reraise=True,
+        )
+        try:
+            return retrying(call)
+        finally:
+            # A cycle: the last state holds the error, whose frames hold that state. The mapped files in them must not
+            # wait for the collector.
+            if last is not None:
+                last.outcome = None
+            last = None
 
 
 class Progress:
