@@ -30,6 +30,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import Metric
 
 LOG = logging.getLogger("simulation.runs")
 LOG.propagate = False
@@ -153,7 +154,7 @@ class Trainer:
         report = self.timed(
             f"save {number}",
             lambda: run.checkpointer.save(
-                state, name, tiers=tiers, wait=wait, metric=("number", float(number)), resumable=resumable
+                state, name, tiers=tiers, wait=wait, metric=Metric("number", float(number)), resumable=resumable
             ),
         )
         if report is None:

@@ -6,15 +6,19 @@ captured. Sharded ones go through torch.distributed.checkpoint (DCP); in local o
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 from concurrent.futures import Future
 from typing import Any, Literal, get_args
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from tiered_checkpoint_io.adapters.calls import (
     AsyncSave,
@@ -28,7 +32,6 @@ from tiered_checkpoint_io.adapters.calls import (
 )
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
-from tiered_checkpoint_io.adapters.state import fill, local_part
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.run import current_run
@@ -84,7 +87,7 @@ def _save_local(
     settings.check_world_size(role.degree, writer.checkpoint_id)
 
     def planned() -> Image:
-        image = plan(local_part(state_dict))
+        image = plan(_local_part(state_dict))
         if role.shard == 0:
             # The other shards hold the same objects, besides their tensors.
             warn_at_first_save(session, name, image)
@@ -121,7 +124,7 @@ def _load_local(
 
     def read(found: Restored) -> None:
         loaded = found.load(Trust.of(config), map_location="cpu", rank=role.shard)
-        fill(state_dict, loaded, where=f"{found.name}, shard {role.shard}")
+        _fill(state_dict, loaded, where=f"{found.name}, shard {role.shard}")
 
     group = coordination.current_group(session.clock, alone=ranks.no_dist, process_group=together)
     found = restore_local(lambda: (tiers_of(session, config), reader.selector), group, role, read)
@@ -352,7 +355,7 @@ def load(
         except CheckpointException as error:
             if reader.opened is None and isinstance(reader.error, TieredCheckpointError):
                 # No checkpoint was chosen; all ranks know why.
-                raise reader.error from error
+                raise reader.error from None
             # All ranks have the same failures, and so decide alike.
             if not any(isinstance(failure, DAMAGE) for failure, _ in error.failures.values()):
                 reader.release()
@@ -399,3 +402,123 @@ def _is_local(kind: str, planner: Any, replication_group: Any) -> bool:
             hint="give one replica's sharding group as process_group, and save on its ranks alone",
         )
     return kind == "local"
+
+
+# ---------------------------------------------------------------- a rank's own part of a state
+#: Containers that are looked into, besides dictionaries; others are pickled whole.
+_LISTS = (list, tuple)
+
+
+def _local_part(state: Any) -> Any:
+    """Copies the containers of a state, with this rank's own tensor for each DTensor, a list for each ShardedTensor."""
+    if isinstance(state, DTensor):
+        return state.to_local()
+    if isinstance(state, ShardedTensor):
+        return [shard.tensor for shard in state.local_shards()]
+    if isinstance(state, dict):
+        # Of its own type, and with its attributes: modules keep versions in those.
+        copied = copy.copy(state)
+        for key, each in state.items():
+            copied[key] = _local_part(each)
+        return copied
+    if type(state) in _LISTS:
+        return type(state)(_local_part(each) for each in state)
+    if isinstance(state, Stateful) and not isinstance(state, torch.Tensor):
+        return _local_part(state.state_dict())
+    return state
+
+
+def _fill(state: dict[str, Any], loaded: Any, *, where: str) -> None:
+    """Puts a loaded state, which is copied, into a state: tensors in place, all else replaced.
+
+    As with DCP, values without a key in the state are left out. An empty dictionary, such as the state of an optimizer
+    that has made no step yet, takes all.
+    """
+    _Filling(where).dictionary(state, loaded, "")
+
+
+class _Filling:
+    def __init__(self, where: str) -> None:
+        self._where = where
+        #: Copies of values that stay in the state after the load; a shared tensor stays shared.
+        self._copied: dict[int, Any] = {}
+
+    def dictionary(self, state: dict[Any, Any], loaded: Any, path: str) -> None:
+        if not isinstance(loaded, dict):
+            raise self._other(path, "a dictionary", loaded)
+        if not state:
+            state.update(copy.deepcopy(loaded, self._copied))
+            return
+        for key in list(state):
+            here = f"{path}.{key}" if path else str(key)
+            if key not in loaded:
+                raise RestoreError(
+                    f"the checkpoint has no {here!r}",
+                    operation="load",
+                    key=self._where,
+                    hint="leave it out of the state, or load another checkpoint",
+                )
+            state[key] = self.value(state[key], loaded[key], here)
+
+    def value(self, state: Any, loaded: Any, path: str) -> Any:
+        if isinstance(state, DTensor):
+            self._copy(state.to_local(), loaded, path)
+        elif isinstance(state, ShardedTensor):
+            shards = state.local_shards()
+            if not isinstance(loaded, list) or len(loaded) != len(shards):
+                raise self._other(path, f"{len(shards)} shards", loaded)
+            for shard, source in zip(shards, loaded, strict=True):
+                self._copy(shard.tensor, source, path)
+        elif isinstance(state, torch.Tensor):
+            if _has_parts(state) and isinstance(loaded, torch.Tensor):
+                # Made of several tensors, whose sizes may be others.
+                return _apart(loaded)
+            self._copy(state, loaded, path)
+        elif isinstance(state, dict):
+            self.dictionary(state, loaded, path)
+        elif isinstance(state, Stateful):
+            own = state.state_dict()
+            self.dictionary(own, loaded, path)
+            state.load_state_dict(own)
+        elif type(state) in _LISTS and type(loaded) is type(state) and len(loaded) == len(state):
+            pairs = enumerate(zip(state, loaded, strict=True))
+            values = [self.value(mine, theirs, f"{path}[{index}]") for index, (mine, theirs) in pairs]
+            if not isinstance(state, list):
+                return type(state)(values)
+            state[:] = values
+        else:
+            return copy.deepcopy(loaded, self._copied)
+        return state
+
+    def _copy(self, target: torch.Tensor, source: Any, path: str) -> None:
+        if not isinstance(source, torch.Tensor):
+            raise self._other(path, "a tensor", source)
+        if target.shape != source.shape:
+            raise RestoreError(
+                f"{path!r} has shape {tuple(target.shape)} on this rank, {tuple(source.shape)} in the checkpoint",
+                operation="load",
+                key=self._where,
+                hint="local checkpoints are loaded by ranks that shard as those did that saved them",
+            )
+        with torch.no_grad():
+            # Of a quantized one, a detached alias would take the scales for itself.
+            (target if target.is_quantized else target.detach()).copy_(source)
+
+    def _other(self, path: str, wanted: str, found: Any) -> RestoreError:
+        return RestoreError(
+            f"{path or 'the state'!r} is {wanted} on this rank, and a {type(found).__name__} in the checkpoint",
+            operation="load",
+            key=self._where,
+        )
+
+
+def _has_parts(tensor: torch.Tensor) -> bool:
+    return tensor.is_nested or tensor.layout != torch.strided
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    copied: torch.Tensor = torch.load(file, weights_only=False)
+    return copied

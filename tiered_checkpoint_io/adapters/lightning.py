@@ -25,6 +25,7 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.node import register_owner
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import NOT_OF_IO, IOKeys, TieredCheckpointConfig, keys, refuse_keys_of_others
+from tiered_checkpoint_io.model.manifest import Metric
 
 #: Names of files that Lightning's tuner keeps for a moment, to come back to them.
 _SCRATCH = (".lr_find_", ".scale_batch_size_")
@@ -64,7 +65,7 @@ class StorageOptions(NamedTuple):
     """The ``storage_options`` of a save."""
 
     tiers: Collection[str] = TIERS
-    metric: tuple[str, float] | None = None
+    metric: Metric | None = None
     wait: bool = True
 
 
@@ -90,7 +91,7 @@ def read_storage_options(options: Any) -> StorageOptions:
             name, value = metric
             if not isinstance(name, str):
                 raise TypeError(name)
-            metric = name, float(value)
+            metric = Metric(name, float(value))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             # RuntimeError is torch's, of a tensor of several elements.
             raise ConfigError(f"storage_options['metric'] is {metric!r}", operation="save", hint=allowed) from error

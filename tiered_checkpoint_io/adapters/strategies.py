@@ -6,19 +6,23 @@ import contextlib
 import functools
 import io
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict as sharded_state
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
 
 from tiered_checkpoint_io.adapters import dcp
 from tiered_checkpoint_io.adapters.calls import as_save_error, first_failure, save_planner
@@ -33,7 +37,6 @@ from tiered_checkpoint_io.adapters.lightning import (
     require_tiered_io,
 )
 from tiered_checkpoint_io.adapters.optimizers import by_name, optimizer_state, set_optimizer_state, take_full
-from tiered_checkpoint_io.adapters.state import pickled_rest
 from tiered_checkpoint_io.engine.checkpointer import no_best, nothing_to_resume
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.restore.choice import Selector
@@ -43,6 +46,7 @@ from tiered_checkpoint_io.engine.save.overlap import ChangedError, Overlapped
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
+    ConfigError,
     DrainError,
     RestoreError,
     SaveError,
@@ -50,7 +54,6 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.logs import of_step
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Metric
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -98,19 +101,9 @@ class StrategyReader(TieredStorageReader):
         self._own_saver = saver
         self.settings = self.settings.at(dirpath)
         self.selector = selector
-        self._chosen: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Does nothing: the checkpoint was named before."""
-
-    def choose(self) -> None:
-        """Chooses the checkpoint, with all ranks, before DCP is involved, which makes much of every error."""
-        self._chosen = super().read_metadata()
-
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Reads as :meth:`TieredStorageReader.read_metadata`; at first, returns the result of :meth:`choose`."""
-        chosen, self._chosen = self._chosen, None
-        return chosen if chosen is not None else super().read_metadata(*args, **options)
 
 
 class StrategyPlanner(DefaultLoadPlanner):
@@ -128,9 +121,10 @@ class StrategyPlanner(DefaultLoadPlanner):
         super().__init__(allow_partial_load=not strict)
         self._reader = reader
         self._trust = trust
-        self.model = sharded_state.get_model_state_dict(module)
-        self._whole: list[Any] = [sharded_state.get_optimizer_state_dict(module, each) for each in optimizers]
-        #: The part of each that is loaded.
+        self._live = module, optimizers
+        self.model: dict[str, Any] = {}
+        #: The optimizers' states, and the part of each that is loaded.
+        self._whole: list[Any] = []
         self.optimizers: list[Any] = []
         #: The parameters of each optimizer without a state in the checkpoint: it had not changed them yet.
         self.unchanged: list[list[str]] = [[] for _ in optimizers]
@@ -140,6 +134,11 @@ class StrategyPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Completes the state to load."""
+        if not self.model:
+            # Not before a checkpoint is found: torch has an optimizer without a state make a step.
+            module, optimizers = self._live
+            self.model = sharded_state.get_model_state_dict(module)
+            self._whole = [sharded_state.get_optimizer_state_dict(module, each) for each in optimizers]
         assert metadata is not None
         opened = self._reader.opened
         assert opened is not None
@@ -189,6 +188,24 @@ class StrategyPlanner(DefaultLoadPlanner):
         where = {"key": self._reader.checkpoint_id}
         found: dict[str, Any] = self._trust.read(io.BytesIO(small[basename]), basename, where, map_location="cpu")
         return found
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, DTensor | ShardedTensor):
+            raise ConfigError(
+                "the state of a callback or loop holds a sharded tensor",
+                operation="save",
+                hint="let on_save_checkpoint gather it: only those of the model and the optimizers are saved as shards",
+            )
+        return NotImplemented
+
+
+def _pickled_rest(rest: dict[str, Any]) -> bytes:
+    """Returns the file of ``torch.save`` for all that Lightning saves beside the model and the optimizers."""
+    file, module = io.BytesIO(), SimpleNamespace(Pickler=_Pickler, __name__="pickle")
+    torch.save(rest, file, pickle_module=module)
+    return file.getvalue()
 
 
 def _is_alone() -> bool:
@@ -280,7 +297,6 @@ class TieredSharding(_Base):
         saver, is_async = self._saver_here, isinstance(self.checkpoint_io, AsyncCheckpointIO)
         state, begun, pickled, failed = self._take(checkpoint, saver, is_async=is_async)
         resumable, is_durable = self._tiered_io.is_resumable(checkpoint, path), "durable" in tiers
-        rated = Metric(*metric) if metric is not None else None
         # Training waits for this method, so an overlapped save makes its writer in the background.
         writer = functools.partial(
             StrategyWriter,
@@ -288,7 +304,7 @@ class TieredSharding(_Base):
             ids.Located(session.dirpath, name, step),
             durable=is_durable,
             wait=may_wait and is_durable and not is_async,
-            facts={"epoch": checkpoint.get("epoch", -1), "metric": rated, "resumable": resumable},
+            facts={"epoch": checkpoint.get("epoch", -1), "metric": metric, "resumable": resumable},
             rest=pickled,
             failed=failed,
         )
@@ -320,7 +336,7 @@ class TieredSharding(_Base):
         state.update({f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))})
         begun = pickled = failed = None
         try:
-            pickled = pickled_rest(rest) if self.is_global_zero else None
+            pickled = _pickled_rest(rest) if self.is_global_zero else None
             begun = overlap.begin_state(state) if overlap is not None else None
         except Exception as error:
             failed = as_save_error(error)
@@ -399,7 +415,7 @@ class TieredSharding(_Base):
         self._tiered_io.found_nothing = False
         reader = StrategyReader(self._saver_here, dirpath, selector)
         try:
-            reader.choose()
+            rest = self._load_shards(reader, weights_only)
         except RestoreError as error:
             if error.reason != "other_kind":
                 raise
@@ -412,13 +428,6 @@ class TieredSharding(_Base):
             self._tiered_io.found_nothing = True
             engine.session.log.info("%s", nothing_to_resume(selector, dirpath))
             return FreshStart(dirpath)
-        try:
-            rest = self._load_shards(reader, weights_only)
-        except RestoreError as error:
-            if error.reason != "other_kind":
-                raise
-            # Damage of the newer ones has shown only now.
-            return self._load_full(path, weights_only, error.rejected)
         engine.restored = reader.opened
         return rest
 

@@ -284,8 +284,11 @@ class PreemptionCheckpoint(Callback):
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
         self.notice.install(self._session)
         self._is_stopping = False
-        if trainer.is_global_zero:
-            self._warn_of_thread()
+        if trainer.is_global_zero and not handles_signals():
+            self._session.log.warning(
+                "training runs on a thread other than the main one, where Python handles no signals: to stop with a"
+                " last checkpoint, call PreemptionCheckpoint.notify() when the job has to end"
+            )
         if signal.SIGTERM in self.notice.signals:
             # Trainer composes its handler with ours; its own part may hang, see the head of this class.
             trainer._signal_connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
@@ -435,13 +438,6 @@ class PreemptionCheckpoint(Callback):
         if agreement is not None:
             agreement.close()
         return None if self._is_stopping else number
-
-    def _warn_of_thread(self) -> None:
-        if not handles_signals():
-            self._session.log.warning(
-                "training runs on a thread other than the main one, where Python handles no signals: to stop with a"
-                " last checkpoint, call PreemptionCheckpoint.notify() when the job has to end"
-            )
 
 
 def requeue(log: Logger, timeout_s: float) -> None:

@@ -126,7 +126,7 @@ class Checkpointer:
         *,
         tiers: Collection[str] = TIERS,
         wait: bool = True,
-        metric: tuple[str, float] | None = None,
+        metric: Metric | None = None,
         resumable: bool = True,
     ) -> SaveReport | None:
         """Saves a state.
@@ -142,24 +142,19 @@ class Checkpointer:
             tiers: ``"memory"``, ``"durable"`` or both. A durable save goes through memory.
             wait: True to return only when a durable save is committed there, or the upload makes no progress for
                 ``pending_timeout_s``: then the save stays queued.
-            metric: Value that a ModelCheckpoint monitored, and its name.
+            metric: The value that a ModelCheckpoint monitored.
             resumable: True if training can resume from it; ``tiered:latest`` and ``tiered:last`` skip all others.
 
         Returns:
             None if the save failed and ``on_save_error`` is ``warn``, or if a memory-only save was skipped: no room.
 
         Raises:
-            ConfigError: The path is not below dirpath, or not a valid name. Unknown tiers; or another live run writes
-                to the same dirpath; or a signal handler saves while it interrupts a save.
+            ConfigError: The path is not below dirpath, or not a valid name; or another live run writes to the same
+                dirpath; or a signal handler saves while it interrupts a save.
             SaveError: The save, or an earlier one in the background, failed and ``on_save_error`` is ``raise``.
         """
-        wanted = frozenset(tiers)
-        if not wanted or wanted - TIERS:
-            raise ConfigError(
-                f"tiers is {sorted(wanted)}", operation="save", hint="allowed: 'memory', 'durable', or both"
-            )
-        name, rated = ids.name_in(self.dirpath, path), Metric(*metric) if metric is not None else None
-        facts = SaveFacts(name, "", -1, 1, "durable" in wanted, payload="full", metric=rated, resumable=resumable)
+        name = ids.name_in(self.dirpath, path)
+        facts = SaveFacts(name, "", -1, 1, "durable" in tiers, payload="full", metric=metric, resumable=resumable)
         return self.saver.save(state, facts, wait=wait)
 
     def prepare(self, size: int) -> None:
