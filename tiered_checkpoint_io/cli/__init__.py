@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from tiered_checkpoint_io.cli import doctor, listing, memory, prune, reading, watch
 from tiered_checkpoint_io.cli.options import command
-from tiered_checkpoint_io.cli.output import INTERRUPTED, say
+from tiered_checkpoint_io.cli.output import INTERRUPTED, TERMINATED, say
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.stores.retry import asking
 from tiered_checkpoint_io.version import __version__
@@ -85,6 +85,8 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # A SystemExit, for which typer prints no message; a drain installs another handler.
         signal.signal(signal.SIGINT, lambda *_: sys.exit(INTERRUPTED))
+    # Schedulers end a job by SIGTERM; it then must leave no remains.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     status: object = 0
     try:
         app()

@@ -49,8 +49,7 @@ def ask(
 ) -> _T:
     """Opens the durable tier of a configuration, or ``dirpath`` with its options, and runs ``work`` on the store.
 
-    ``stop`` is set if this returns before ``work`` has ended, which then has a moment to clear up; SIGTERM ends it as
-    Ctrl-C does.
+    ``stop`` is set if this returns before ``work`` has ended, which then has a moment to clear up.
 
     Raises:
         StoreError: The server was silent for ``durable_timeout_s``; shown every five seconds.
@@ -66,34 +65,14 @@ def ask(
         say(f"{where} has not answered for {silent_s:.0f} s; giving up in {left_s:.0f} s", err=True)
 
     patience_s = config.support.durable_timeout_s
-    if stop is None:
+    try:
         return answer_within(patience_s, asked, what=where, count_down=count_down)
-    # Schedulers end a job by SIGTERM; it then must leave no remains.
-    with raising(KeyboardInterrupt):
-        try:
-            return answer_within(patience_s, asked, what=where, count_down=count_down)
-        except BaseException:
+    except BaseException:
+        if stop is not None:
             stop.set()
             for thread in asking():
                 thread.join(GRACE_S)
-            raise
-
-
-@contextlib.contextmanager
-def raising(exception: type[BaseException]) -> Iterator[None]:
-    """Raises an exception in the block at SIGTERM; does nothing off the main thread, where Python can't."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise exception
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        raise
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.inventory.rows import iso
 from tiered_checkpoint_io.logs import size_text
 
 #: Exit statuses as in a shell, for a process that a signal has ended.
-INTERRUPTED, READER_GONE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+INTERRUPTED, TERMINATED, READER_GONE = 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGPIPE
 #: Raised when a key of a document changes its meaning or goes; keys that are added leave it.
 JSON_VERSION = 1
 #: Between two lines of progress, seconds.

@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import deferring, raising
+from tiered_checkpoint_io.cli.answers import deferring
 from tiered_checkpoint_io.cli.options import Address, Dirpath, Output
-from tiered_checkpoint_io.cli.output import Columns, row_writer, say, write_json
+from tiered_checkpoint_io.cli.output import TERMINATED, Columns, row_writer, say, write_json
 from tiered_checkpoint_io.inventory.api import NewCheckpoints
 from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Tiers, iso
 from tiered_checkpoint_io.logs import size_text
@@ -26,10 +26,6 @@ from tiered_checkpoint_io.model import ids
 _GRACE_S = 5.0
 _STDERR = 2
 _PREFIX = "TIERED_CKPT_"
-
-
-class _Terminated(BaseException):
-    """SIGTERM came."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +61,19 @@ class Watch(Output, Address):
         tiers, write = Tiers(self.config(self.dirpath)), row_writer(_COLUMNS, 24, 5, 40, 8, 10)
         news = NewCheckpoints(tiers, self.after, lambda line: say(f"warning: {line}", err=True))
         failed = 0
-        # Raised while this waits, which is in the main thread only.
-        ended = contextlib.suppress(_Terminated)
-        each_once = news.each(self.every, self.idle_timeout, threading.Event())
-        with ended, raising(_Terminated), contextlib.closing(each_once) as found:
-            for each in found:
-                shown = Event("new", datetime.now(timezone.utc), each)
-                if self.as_json:
-                    write_json("watch", shown)
-                else:
-                    write(shown)
-                failed += self.command is not None and _run(self.command, each, as_json=self.as_json) != 0
+        try:
+            with contextlib.closing(news.each(self.every, self.idle_timeout, threading.Event())) as found:
+                for each in found:
+                    shown = Event("new", datetime.now(timezone.utc), each)
+                    if self.as_json:
+                        write_json("watch", shown)
+                    else:
+                        write(shown)
+                    failed += self.command is not None and _run(self.command, each, as_json=self.as_json) != 0
+        except SystemExit as end:
+            # SIGTERM is its regular end.
+            if end.code != TERMINATED:
+                raise
         raise typer.Exit(1 if failed else 0)
 
 
