@@ -60,11 +60,7 @@ class Support:
 
     @classmethod
     def from_environment(cls) -> Support:
-        """Returns the settings that the environment variable has; without it, the defaults.
-
-        Raises:
-            ConfigError: The variable has an unknown name (the error names the nearest one), or a value is not allowed.
-        """
+        """Returns the settings that the environment variable has, or the defaults; raises ConfigError for others."""
         known = [each.name for each in fields(cls)]
         given: dict[str, int | str] = {}
         for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
@@ -85,15 +81,6 @@ _S3_EXAMPLE = "a mapping of boto3's names, such as {ServerSideEncryption: AES256
 @dataclass(frozen=True, kw_only=True, slots=True)
 class S3Options:
     """Options that S3 gets with requests, as boto3 takes them; an option of None is not sent.
-
-    Attributes:
-        ServerSideEncryption: Server-side encryption of written objects.
-        SSEKMSKeyId: The KMS key for it.
-        ExpectedBucketOwner: AWS account that must own the bucket.
-        RequestPayer: For a bucket whose requester pays; these requests are then on your account.
-        ACL: Canned ACL of written objects.
-        StorageClass: Storage class of written objects.
-        ChecksumAlgorithm: Additional checksum that S3 keeps for written objects.
 
     Raises:
         ConfigError: A value is not allowed; says the name, the value and what is allowed.
@@ -134,11 +121,7 @@ class S3Options:
 
     @classmethod
     def of(cls, value: object) -> S3Options:
-        """Returns the options that a mapping names; None names none.
-
-        Raises:
-            ConfigError: No mapping, or a name (with the nearest known one) or value is not allowed.
-        """
+        """Returns the options that a mapping names; None names none. Raises ConfigError for others."""
         if isinstance(value, S3Options):
             return value
         if value is None:
@@ -435,16 +418,9 @@ def keys() -> tuple[str, ...]:
 def refuse_keys_of_others(
     given: Iterable[str], who: str, others: Mapping[str, str], known: Collection[str] = ()
 ) -> None:
-    """Refuses keys that a class does not read.
+    """Raises ConfigError for keys that a class does not read; ``others`` says what to do with each.
 
-    Args:
-        given: Keys that its caller named.
-        who: The class.
-        others: Keys that it does not read, and what to do with each.
-        known: If given, any other argument is refused, too.
-
-    Raises:
-        ConfigError: There is one.
+    If ``known`` keys are given, any other one is refused, too.
     """
     for key in given:
         if key in others:
@@ -464,11 +440,7 @@ def _choices(cls: type) -> dict[str, tuple[str, ...]]:
 
 
 def as_mapping(block: object, what: str = "s3_checkpointing") -> dict[str, Any]:
-    """Returns the keys and values of a block in any form: a mapping, OmegaConf's, a configuration, None.
-
-    Raises:
-        ConfigError: The block has another form, or its interpolations can't be resolved.
-    """
+    """Returns the keys and values of a block: a mapping, OmegaConf's, a configuration, None; or raises ConfigError."""
     if block is None:
         return {}
     if isinstance(block, TieredCheckpointConfig):

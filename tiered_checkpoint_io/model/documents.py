@@ -189,11 +189,7 @@ class Server:
 
 
 def server_in(raw: Mapping[str, Any]) -> Server | None:
-    """Returns the server that a document names; None if its durable tier is no S3 one.
-
-    Raises:
-        CorruptCheckpointError: The server can't be understood.
-    """
+    """Returns the server that a document names; None if its durable tier is no S3 one. Raises as :func:`value_of`."""
     if raw.get("server") is None:
         return None
     said = value_of(raw, "server", dict)
@@ -225,10 +221,7 @@ class Place(NamedTuple):
 class SeriesKey(NamedTuple):
     """Saves that the same ranks make one after the other: each replaces the one before it, and comes after it.
 
-    Attributes:
-        place: The durable tier.
-        series: Common part of the saves, see :attr:`Part.series`.
-        coordinator: The rank that commits them, among those that save together; -1 if that is not known.
+    The rank ``coordinator`` commits them; -1 if that is not known.
     """
 
     place: Place

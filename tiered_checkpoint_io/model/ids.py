@@ -207,8 +207,7 @@ def url_scheme(path: StrPath) -> str | None:
 def normalize_dirpath(dirpath: StrPath) -> str:
     """Returns one spelling for a durable tier's root: URL or local path without links, no trailing slash.
 
-    Raises:
-        ConfigError: No text, empty, an S3 URL without a bucket, or a URL with a secret, which parts would have to hold.
+    Raises ConfigError for a URL without a bucket, or with a secret, which descriptions of parts would have to hold.
     """
     if not isinstance(dirpath, str | os.PathLike):
         hint = "give an S3 URL, another fsspec URL, or a directory; from_config(...) takes a whole block"
@@ -534,10 +533,7 @@ def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
 
     An explicit step wins over the step in a path, and appears in the name: ``step_5`` with step 7 is ``step_7``, and
     ``some/path`` with step 7 is ``some/path/step_7``. Of an absolute path outside a remote dirpath, only the step is
-    used. Without a path, the name is ``step_<step>``.
-
-    Raises:
-        ConfigError: No step is known, or it is below 0, or the name is not valid.
+    used. Without a path, the name is ``step_<step>``. Raises ConfigError without a step, or for another name.
     """
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP):
         raise ConfigError(f"Invalid step value: {step!r}", hint="a step is a whole number from 0 on, below 2^62")

@@ -212,12 +212,7 @@ class FileEntry:
 # ---------------------------------------------------------------------------------------- content
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The value that a ModelCheckpoint monitored when it saved.
-
-    Attributes:
-        monitor: The metric's name.
-        value: Its value.
-    """
+    """The value that a ModelCheckpoint monitored when it saved, and the metric's name."""
 
     monitor: str
     value: float

@@ -160,15 +160,11 @@ _BY_KEY: dict[str, type[Policy]] = {fields(each)[0].name: each for each in _POLI
 
 # -------------------------------------------------------------------------------------- decision
 def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy]) -> dict[str, tuple[str, ...]]:
-    """Returns the reasons to keep each of these checkpoints; one without a reason is to be removed.
+    """Returns the reasons to keep each of all checkpoints and aliases; one without a reason is to be removed.
 
     Under any policies, these stay: the newest resumable checkpoint of each payload, and the newest resumable one that
     is named last; aliases and their targets; copies such as ``last.ckpt``, except those that the run has replaced;
     checkpoints that are being overwritten. All checkpoints of one step stay or go together. Without a policy all stay.
-
-    Args:
-        checkpoints: All that the durable tier has, aliases included.
-        policies: A checkpoint stays if any policy keeps it.
     """
     there = list(checkpoints)
     units = _units(there)
@@ -236,11 +232,7 @@ def _resumable(unit: _Unit) -> bool:
 
 # --------------------------------------------------------------------------------- configuration
 def policies_from(value: object) -> tuple[Policy, ...]:
-    """Returns policies from any form: a policy, a mapping, or a list of both; None means no policy.
-
-    Raises:
-        ConfigError: Another form; says the key, the value and what is allowed.
-    """
+    """Returns policies from a policy, a mapping, a list of both, or None for none; raises ConfigError for others."""
     if value is None or value == {}:
         return ()
     several = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
