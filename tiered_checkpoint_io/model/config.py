@@ -71,79 +71,49 @@ class Support:
         return cls(**given)  # type: ignore[arg-type] # checked there
 
 
+#: Options that S3 gets with requests, as boto3 takes them, and the values of each; none for any text.
+_S3_OPTIONS: dict[str, tuple[str, ...]] = {
+    "ServerSideEncryption": ("AES256", "aws:kms", "aws:kms:dsse"),
+    "SSEKMSKeyId": (),
+    "ExpectedBucketOwner": (),
+    "RequestPayer": ("requester",),
+    "ACL": (
+        "private",
+        "public-read",
+        "public-read-write",
+        "authenticated-read",
+        "aws-exec-read",
+        "bucket-owner-read",
+        "bucket-owner-full-control",
+    ),
+    "StorageClass": (),
+    "ChecksumAlgorithm": ("CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"),
+}
+#: Every request takes these; the others go out with each request that makes an object.
+OF_ALL_REQUESTS = ("ExpectedBucketOwner", "RequestPayer")
 #: Objects of these classes have to be restored before they can be read, which takes hours.
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
-#: Every request takes these; the others go out with each request that makes an object.
-_OF_ALL_REQUESTS = ("ExpectedBucketOwner", "RequestPayer")
-_S3_EXAMPLE = "a mapping of boto3's names, such as {ServerSideEncryption: AES256}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class S3Options:
-    """Options that S3 gets with requests, as boto3 takes them; an option of None is not sent.
-
-    Raises:
-        ConfigError: A value is not allowed; says the name, the value and what is allowed.
-    """
-
-    ServerSideEncryption: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
-    SSEKMSKeyId: str | None = None
-    ExpectedBucketOwner: str | None = None
-    RequestPayer: Literal["requester"] | None = None
-    ACL: (
-        Literal[
-            "private",
-            "public-read",
-            "public-read-write",
-            "authenticated-read",
-            "aws-exec-read",
-            "bucket-owner-read",
-            "bucket-owner-full-control",
-        ]
-        | None
-    ) = None
-    StorageClass: str | None = None
-    ChecksumAlgorithm: Literal["CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"] | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in self._given().items():
-            allowed = _choices(S3Options).get(name, ())
-            if allowed and value not in allowed:
-                _refuse(f"s3_options.{name}", value, "one of " + ", ".join(allowed))
-            if not isinstance(value, str) or not value:
-                _refuse(f"s3_options.{name}", value, "text, in quotes if it is a number")
-        if self.StorageClass in _ARCHIVES:
-            _refuse("s3_options.StorageClass", self.StorageClass, "a class whose objects can be read at once")
-        if self.SSEKMSKeyId is not None and not (self.ServerSideEncryption or "").startswith("aws:kms"):
-            _refuse(
-                "s3_options.SSEKMSKeyId", self.SSEKMSKeyId, "only with ServerSideEncryption aws:kms or aws:kms:dsse"
-            )
-
-    @classmethod
-    def of(cls, value: object) -> S3Options:
-        """Returns the options that a mapping names; None names none. Raises ConfigError for others."""
-        if isinstance(value, S3Options):
-            return value
-        if value is None:
-            return cls()
-        if not isinstance(value, Mapping):
-            _refuse("s3_options", value, _S3_EXAMPLE)
-        known = [each.name for each in fields(cls)]
-        for name in value:
-            if name not in known:
-                raise ConfigError(f"unknown name {name!r} in s3_options", hint=did_you_mean(name, known))
-        return cls(**value)
-
-    def of_all_requests(self) -> dict[str, str]:
-        """Returns the options that every request gets."""
-        return {name: value for name, value in self._given().items() if name in _OF_ALL_REQUESTS}
-
-    def of_writes(self) -> dict[str, str]:
-        """Returns the options that each request gets that makes an object."""
-        return {name: value for name, value in self._given().items() if name not in _OF_ALL_REQUESTS}
-
-    def _given(self) -> dict[str, str]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
+def _s3_options(given: object) -> dict[str, str]:
+    """Returns the options that are not None; raises ConfigError for a name or value that is not allowed."""
+    if not isinstance(given, Mapping):
+        _refuse("s3_options", given, "a mapping of boto3's names, such as {ServerSideEncryption: AES256}")
+    options = {str(name): value for name, value in given.items() if value is not None}
+    for name, value in options.items():
+        allowed = _S3_OPTIONS.get(name)
+        if allowed is None:
+            raise ConfigError(f"unknown name {name!r} in s3_options", hint=did_you_mean(name, _S3_OPTIONS))
+        if allowed and value not in allowed:
+            _refuse(f"s3_options.{name}", value, "one of " + ", ".join(allowed))
+        if not isinstance(value, str) or not value:
+            _refuse(f"s3_options.{name}", value, "text, in quotes if it is a number")
+    if options.get("StorageClass") in _ARCHIVES:
+        _refuse("s3_options.StorageClass", options["StorageClass"], "a class whose objects can be read at once")
+    if "SSEKMSKeyId" in options and not options.get("ServerSideEncryption", "").startswith("aws:kms"):
+        allowed_with = "only with ServerSideEncryption aws:kms or aws:kms:dsse"
+        _refuse("s3_options.SSEKMSKeyId", options["SSEKMSKeyId"], allowed_with)
+    return options
 
 
 #: Requests in flight with ``auto``: more connections only cost memory on the node.
@@ -239,7 +209,7 @@ class TieredCheckpointConfig:
     endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
-    s3_options: S3Options | Mapping[str, str] | None = None
+    s3_options: Mapping[str, str] | None = None
     chunk_size_MB: int = 64  # noqa: N815 - the name that NeMo's users know
     max_write_concurrency: Concurrency = "auto"
     max_read_concurrency: Concurrency = "auto"
@@ -278,7 +248,7 @@ class TieredCheckpointConfig:
                 _check_int(key, getattr(self, key), 1, 256, extra="'auto' or ")
         if self.preflight is False:
             object.__setattr__(self, "preflight", "off")
-        for key, allowed in _choices(TieredCheckpointConfig).items():
+        for key, allowed in _choices().items():
             value = getattr(self, key)
             if value not in allowed:
                 _refuse(key, value, "one of " + ", ".join(allowed))
@@ -299,7 +269,7 @@ class TieredCheckpointConfig:
 
     def _check_s3(self) -> None:
         if self.s3_options is not None:
-            object.__setattr__(self, "s3_options", S3Options.of(self.s3_options))
+            object.__setattr__(self, "s3_options", _s3_options(self.s3_options))
         for key in ("endpoint_url", "region", "profile", "log_dir"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or not value):
@@ -400,7 +370,7 @@ class IOKeys(TypedDict, total=False):
     endpoint_url: str | None
     region: str | None
     profile: str | None
-    s3_options: S3Options | Mapping[str, str] | None
+    s3_options: Mapping[str, str] | None
     chunk_size_MB: int
     max_write_concurrency: Concurrency
     max_read_concurrency: Concurrency
@@ -430,9 +400,9 @@ def refuse_keys_of_others(
 
 
 @functools.cache
-def _choices(cls: type) -> dict[str, tuple[str, ...]]:
-    """Returns the texts that a field of a class may be, for each that is declared as Literal."""
-    hints = {key: hint for key, hint in get_type_hints(cls).items() if hint != Concurrency}
+def _choices() -> dict[str, tuple[str, ...]]:
+    """Returns the texts that a key may be, for each that is declared as Literal."""
+    hints = {key: hint for key, hint in get_type_hints(TieredCheckpointConfig).items() if hint != Concurrency}
     literals = {
         key: [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal] for key, hint in hints.items()
     }

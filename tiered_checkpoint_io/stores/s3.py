@@ -9,7 +9,7 @@ from typing import Any
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import S3Options, TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import OF_ALL_REQUESTS, TieredCheckpointConfig
 from tiered_checkpoint_io.stores.base import (
     ObjectInfo,
     UploadContent,
@@ -77,7 +77,7 @@ class S3Store(MultipartUploads):
     @classmethod
     def from_config(cls, config: TieredCheckpointConfig, url: str, clock: Clock = SYSTEM) -> S3Store:
         """Returns the store for ``url`` with the options of a configuration."""
-        options = S3Options.of(config.s3_options)
+        options = config.s3_options or {}
         return cls(
             url,
             part_size=config.chunk_size_MB * MIB,
@@ -86,8 +86,8 @@ class S3Store(MultipartUploads):
             endpoint_url=config.endpoint_url,
             region=config.region,
             profile=config.profile,
-            write_options=options.of_writes(),
-            always=options.of_all_requests(),
+            write_options={name: value for name, value in options.items() if name not in OF_ALL_REQUESTS},
+            always={name: value for name, value in options.items() if name in OF_ALL_REQUESTS},
             clock=clock,
         )
 
