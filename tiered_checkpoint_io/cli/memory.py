@@ -28,7 +28,6 @@ from tiered_checkpoint_io.engine.durable.files import read_if_there
 from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.engine.leasing import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.engine.leasing import delete, left_by, lock_out
-from tiered_checkpoint_io.engine.retention import only_here
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -50,16 +49,14 @@ from tiered_checkpoint_io.inventory.node import (
     to_flush,
     undone,
 )
-from tiered_checkpoint_io.inventory.rows import CheckpointInfo, DurableCheckpoint, Look, read, read_all, resumable
+from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Look, read, read_all
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.node import is_locked, release, try_lock, write_atomic
-from tiered_checkpoint_io.memory.parts import StoredPart, mark_durable
+from tiered_checkpoint_io.memory.parts import mark_durable
 from tiered_checkpoint_io.memory.tier import AUTO, FOLDERS, MemoryTier, spill_dir_of
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place
-from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.model.retention import unit_of
 from tiered_checkpoint_io.stores import Store, config_at
 
 _T = TypeVar("_T")
@@ -357,12 +354,12 @@ def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
 
 def _warnings(config: TieredCheckpointConfig | None, found: Namespace, *, is_used: bool) -> list[str]:
     """Returns reasons not to delete the parts."""
-    pending, parts = len(found.waiting), [each.stored for each in found.held]
+    pending = len(found.waiting)
     warnings = [
         f"{_USED}, so nothing can be deleted" if is_used else "",
         f"{_count(pending, 'operation')} not yet durable: upload first, by tiered-ckpt flush" if pending else "",
         *(f"a part can't be read: {each.why}" for each in _unread(found)[:1]),
-        *(_nowhere_else(config, place, parts) for place in sorted({each.place for each in found.held}, key=str)),
+        *(_nowhere_else(config, place, found) for place in sorted({each.place for each in found.held}, key=str)),
     ]
     return list(filter(None, warnings))
 
@@ -372,36 +369,37 @@ def _unread(found: Namespace) -> list[BrokenPart]:
     return [each for each in found.broken if each.tier is not None]
 
 
-def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, parts: Iterable[StoredPart]) -> str:
+def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, found: Namespace) -> str:
     """Returns why the newest checkpoint of a payload, or another of its step, must stay in memory; else "".
 
     Replicas on other nodes are in memory too, and may be cleaned at the same time: they do not count.
     """
-    here = [each for each in parts if each.part.place == place and each.part.content.resumable]
-    if not (lost := only_here(here, {})):
+    here = _newest(Look(place, [found]).checkpoints)
+    if not here:
         return ""
     try:
         there = config_at(config or TieredCheckpointConfig.from_any(dirpath=place.dirpath), place)
-        found = ask(there, read_all, place.dirpath)
-        held = {(place, each.name): each.manifest.settled.save_id for each in found if each.manifest is not None}
-        lost = [each for each in only_here(here, held) if not _is_older(each.part, found)]
+        lost = _newest(Look(place, [found], ask(there, read_all, place.dirpath)).checkpoints)
     except TieredCheckpointError as error:
-        named = _named(lost[-1].part)
-        return f"could not check whether its newest checkpoint {named} is on the durable tier too: {error}"
-    return f"its newest checkpoint {_named(lost[0].part)} is not on the durable tier {place.dirpath}" if lost else ""
+        return f"could not check whether its newest checkpoint {_named(here[0])} is on the durable tier too: {error}"
+    lost = [each for each in lost if "durable" not in each.where]
+    return f"its newest checkpoint {_named(lost[0])} is not on the durable tier {place.dirpath}" if lost else ""
 
 
-def _is_older(part: Part, found: Sequence[DurableCheckpoint]) -> bool:
-    """Returns True if a restart would take a later durable save of the same payload and another step."""
-    alike = [each for each in found if each.manifest is None or each.manifest.settled.kind == part.content.kind]
-    meant = next(iter(resumable(alike)), None)
-    if meant is None or meant.save_id <= part.save_id:
-        return False
-    return unit_of(meant.name, meant.content.step) != unit_of(part.name, part.content.step)
+def _newest(rows: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Returns the newest checkpoint of each payload that training can resume from, and the others of its step."""
+    newest: dict[str | None, CheckpointInfo] = {}
+    return [
+        each
+        for each in rows
+        if each.resumable and not each.alias_of
+        for last in [newest.setdefault(each.kind, each)]
+        if each is last or each.step == last.step is not None
+    ]
 
 
-def _named(part: Part) -> str:
-    return f"{part.name} (step {part.content.step})" if part.content.step >= 0 else part.name
+def _named(each: CheckpointInfo) -> str:
+    return f"{each.name} (step {each.step})" if each.step is not None else each.name
 
 
 def _count(number: int, what: str) -> str:

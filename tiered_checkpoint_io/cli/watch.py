@@ -19,7 +19,6 @@ from tiered_checkpoint_io.cli.options import Address, Dirpath, Output
 from tiered_checkpoint_io.cli.output import TERMINATED, Columns, row_writer, say, write_json
 from tiered_checkpoint_io.inventory.api import NewCheckpoints
 from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Tiers, iso
-from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 
 #: Time for a command to end after SIGTERM before it is killed, seconds: a container is mostly killed after ten.
@@ -64,11 +63,10 @@ class Watch(Output, Address):
         try:
             with contextlib.closing(news.each(self.every, self.idle_timeout, threading.Event())) as found:
                 for each in found:
-                    shown = Event("new", datetime.now(timezone.utc), each)
                     if self.as_json:
-                        write_json("watch", shown)
+                        _write("new", each)
                     else:
-                        write(shown)
+                        write(each)
                     failed += self.command is not None and _run(self.command, each, as_json=self.as_json) != 0
         except SystemExit as end:
             # SIGTERM is its regular end.
@@ -104,8 +102,7 @@ def _run(command: str, each: CheckpointInfo, *, as_json: bool) -> int:
         how = f"ended with status {status}" if status > 0 else f"was killed by signal {-status}"
         say(f"error: the command for {each.name} {how}", err=True)
     if as_json:
-        lasted = round(time.monotonic() - began, 3)
-        write_json("watch", Event("ran", datetime.now(timezone.utc), each, status, lasted))
+        _write("ran", each, status, round(time.monotonic() - began, 3))
     return status
 
 
@@ -142,21 +139,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 # ---------------------------------------------------------------------------------------- output
-@dataclass(frozen=True)
-class Event:
-    """A checkpoint that has become durable, or the end of a command for it: its status, and how long it took."""
-
-    event: Literal["new", "ran"]
-    time: datetime
-    checkpoint: CheckpointInfo
-    exit_status: int | None = None
-    duration_s: float | None = None
+def _write(
+    event: Literal["new", "ran"], each: CheckpointInfo, exit_status: int | None = None, duration_s: float | None = None
+) -> None:
+    """Prints a checkpoint that has become durable, or the end of a command for it, for programs."""
+    told = {"event": event, "time": datetime.now(timezone.utc), "checkpoint": each}
+    write_json("watch", {**told, "exit_status": exit_status, "duration_s": duration_s})
 
 
 _COLUMNS: Columns = {
-    "time": lambda each: iso(each.time),
-    "event": "event",
-    "name": lambda each: each.checkpoint.name,
-    "step": lambda each: each.checkpoint.step,
-    "size": lambda each: size_text(each.checkpoint.size_bytes),
+    "time": lambda _: iso(datetime.now(timezone.utc)),
+    "event": lambda _: "new",
+    "name": "name",
+    "step": "step",
+    "size": "size_bytes",
 }
