@@ -218,17 +218,6 @@ class Place(NamedTuple):
         return f"{self.dirpath} at {self.endpoint}" if self.endpoint else self.dirpath
 
 
-class SeriesKey(NamedTuple):
-    """Saves that the same ranks make one after the other: each replaces the one before it, and comes after it.
-
-    The rank ``coordinator`` commits them; -1 if that is not known.
-    """
-
-    place: Place
-    series: str
-    coordinator: int
-
-
 class AtPlace:
     """Base of data that belongs to a durable tier, and is stored with ``dirpath`` and ``server`` side by side."""
 

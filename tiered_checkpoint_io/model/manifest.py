@@ -23,7 +23,6 @@ from tiered_checkpoint_io.model.documents import (
     MAX_SIZE,
     AtPlace,
     Place,
-    SeriesKey,
     Server,
     chunk_ranges,
     chunk_size_for,
@@ -343,10 +342,6 @@ class Manifest:
         """The last content that is known to be complete: its objects hold this, or one of a later overwrite."""
         return self.previous[-1] if self.previous else self.content
 
-    def with_alias(self, alias: str) -> Manifest:
-        """Returns the same, with ``alias`` among its aliases."""
-        return self if alias in self.aliases else replace(self, aliases=(*self.aliases, alias))
-
     def to_json(self) -> bytes:
         """Returns the manifest as it is stored."""
         return dump(
@@ -436,9 +431,9 @@ class Part(AtPlace):
         return self.content.save_id
 
     @property
-    def series_key(self) -> SeriesKey:
-        """Key of the saves that are in order with the part's own: process groups may save side by side."""
-        return SeriesKey(self.place, self.series, self.content.coordinator)
+    def series_key(self) -> tuple[Place, str, int]:
+        """Equal for saves that the same ranks make one after the other; process groups may save side by side."""
+        return self.place, self.series, self.content.coordinator
 
     @property
     def commits(self) -> bool:

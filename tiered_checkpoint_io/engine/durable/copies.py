@@ -125,7 +125,7 @@ def put_alias(store: Store, alias: str, target: str, *, before: str | None = Non
         # An earlier try may have set the alias, to a target that was saved later than the request.
         return
     if alias not in known.aliases:
-        known = known.with_alias(alias)
+        known = replace(known, aliases=(*known.aliases, alias))
         manifests.put(known)
     own = old if old is not None and old.alias_of is None else None
     remains = Remains.of(store, alias, contents_of([own]))

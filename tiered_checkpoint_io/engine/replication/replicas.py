@@ -66,7 +66,7 @@ def given_up(root: Path) -> dict[str, str]:
 
 def of_series(held: Iterable[StoredPart], series: str | None) -> list[StoredPart]:
     """Returns the parts of the ranks that have saved a series, by their folder; all of them if it is None."""
-    return [each for each in held if series is None or _folder(each.part.series_key.series) == _folder(series)]
+    return [each for each in held if series is None or _folder(each.part.series) == _folder(series)]
 
 
 def form_key(part: Part) -> str:
