@@ -18,6 +18,7 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.memory.tier import AUTO, MemoryTier, noted_budget, space_of
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.events import totals_of
 
 if TYPE_CHECKING:
@@ -86,10 +87,6 @@ def _counter(name: str, meaning: str, read: Callable[[_Look], Values], label: st
     return Metric(f"{PREFIX}{name}_total", "counter", meaning, read, label)
 
 
-def _known(step: int) -> float | None:
-    return step if step >= 0 else None
-
-
 CATALOG: tuple[Metric, ...] = (
     _gauge(
         "running",
@@ -101,16 +98,16 @@ CATALOG: tuple[Metric, ...] = (
         "When this node last trained, validated or saved, since the epoch; noted every 15 s.",
         lambda look: look.totals.active_at or None,
     ),
-    _gauge("step", "The last training step that is known of.", lambda look: _known(look.totals.step)),
+    _gauge("step", "The last training step that is known of.", lambda look: ids.known(look.totals.step)),
     _gauge(
         "memory_step",
         "The step of the newest checkpoint in this node's memory.",
-        lambda look: _known(look.memory_step),
+        lambda look: ids.known(look.memory_step),
     ),
     _gauge(
         "durable_step",
         "The step of the last checkpoint that was committed on the durable tier.",
-        lambda look: _known(look.totals.durable_step),
+        lambda look: ids.known(look.totals.durable_step),
     ),
     _gauge(
         "durable_age_seconds",
@@ -125,7 +122,7 @@ CATALOG: tuple[Metric, ...] = (
     _gauge(
         "replicated_step",
         "The step of the newest checkpoint that is also in the memory of other nodes.",
-        lambda look: _known(look.replicated_step),
+        lambda look: ids.known(look.replicated_step),
     ),
     _counter(
         "saves",

@@ -11,13 +11,12 @@ from typing import TypeVar
 
 from tiered_checkpoint_io.cli.output import printable, say
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.drain.process import GRACE_S
 from tiered_checkpoint_io.engine.leasing import LeaseKeeper
 from tiered_checkpoint_io.errors import ConfigError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
-from tiered_checkpoint_io.stores.retry import answer_within, asking, moving
+from tiered_checkpoint_io.stores.retry import answer_within
 
 _T = TypeVar("_T")
 #: Drops its records: a command raises a lease's trouble instead.
@@ -27,29 +26,8 @@ _PATIENCE_S = 30.0
 _LOOK_S = 0.2
 
 
-def counter(operation: str, key: str, stop: threading.Event, shown: Callable[[int], None]) -> Callable[[int], None]:
-    """Returns a function for :func:`ask`, called with the bytes that were done; it raises if ``stop`` is set."""
-    heard = moving()
-
-    def count(amount: int) -> None:
-        if stop.is_set():
-            raise StoreError("interrupted", operation=operation, tier="durable", key=key)
-        heard()
-        shown(amount)
-
-    return count
-
-
-def ask(
-    config: TieredCheckpointConfig,
-    work: Callable[[Store], _T],
-    dirpath: str | None = None,
-    *,
-    stop: threading.Event | None = None,
-) -> _T:
+def ask(config: TieredCheckpointConfig, work: Callable[[Store], _T], dirpath: str | None = None) -> _T:
     """Opens the durable tier of a configuration, or ``dirpath`` with its options, and runs ``work`` on the store.
-
-    ``stop`` is set if this returns before ``work`` has ended, which then has a moment to clear up.
 
     Raises:
         StoreError: The server was silent for ``durable_timeout_s``; shown every five seconds.
@@ -64,15 +42,7 @@ def ask(
     def count_down(silent_s: float, left_s: float) -> None:
         say(f"{where} has not answered for {silent_s:.0f} s; giving up in {left_s:.0f} s", err=True)
 
-    patience_s = config.support.durable_timeout_s
-    try:
-        return answer_within(patience_s, asked, what=where, count_down=count_down)
-    except BaseException:
-        if stop is not None:
-            stop.set()
-            for thread in asking():
-                thread.join(GRACE_S)
-        raise
+    return answer_within(config.support.durable_timeout_s, asked, what=where, count_down=count_down)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import ask, counter
+from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import (
     Address,
     AnyDirpath,
@@ -28,6 +27,7 @@ from tiered_checkpoint_io.cli.options import (
 )
 from tiered_checkpoint_io.cli.output import Columns, progress, row_writer, say, write_json
 from tiered_checkpoint_io.engine import chunks
+from tiered_checkpoint_io.engine.drain.process import GRACE_S
 from tiered_checkpoint_io.engine.drain.stores import tier_at
 from tiered_checkpoint_io.engine.durable.damage import Damage, content_or_damage, contents_there
 from tiered_checkpoint_io.engine.durable.files import files_of
@@ -49,7 +49,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Content, Manifest, Part
 from tiered_checkpoint_io.stores import Store, place_of
-from tiered_checkpoint_io.stores.retry import local_work, moving
+from tiered_checkpoint_io.stores.retry import asking, current_question, local_work, moving
 
 if TYPE_CHECKING:
     from tiered_checkpoint_io.export import Source
@@ -318,10 +318,15 @@ class Get(Output, Address, Node):
         # Torch takes its time, and the silence of the server is limited.
         from tiered_checkpoint_io.export import folder_for
 
-        stop = threading.Event()
         # Removed by this thread: one that asks may still wait for its server when the command ends.
         with folder_for(self.to) if self.to is not None else contextlib.nullcontext() as folder:
-            got = ask(config, _Fetch(config, wanted, self, stop, folder).run, stop=stop)
+            try:
+                got = ask(config, _Fetch(config, wanted, self, folder).run)
+            except BaseException:
+                # It then has a moment to clear up.
+                for thread in asking():
+                    thread.join(GRACE_S)
+                raise
         if self.as_json:
             write_json("get", got)
         elif got.files:
@@ -370,7 +375,6 @@ class _Fetch:
     config: TieredCheckpointConfig
     wanted: str
     options: Get
-    stop: threading.Event
     #: For all files that are made.
     folder: Path | None
 
@@ -419,7 +423,14 @@ class _Fetch:
             fetched = [part for part in parts if not _has(tier, part)]
         entries = [entry for part in fetched for entry in part.content.files]
         size = sum(entry.size for entry in entries)
-        count = counter("get", store.url, self.stop, progress("get", size, silent=options.as_json))
+        heard, question, show = moving(), current_question(), progress("get", size, silent=options.as_json)
+
+        def count(amount: int) -> None:
+            if question is not None and question.cancelled.is_set():
+                raise StoreError("interrupted", operation="get", tier="durable", key=store.url)
+            heard()
+            show(amount)
+
         trust = Trust(weights_only=not options.trust)
         source = Source(store, name, content, entries, trust, config.read_concurrency(), count)
         if to is None:
