@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -215,26 +215,12 @@ class Status(Output, Nodes):
             return
         found = list(map(look_at, roots))
         if self.as_json:
-            write_json("status", {"namespaces": list(map(_document, found))})
+            write_json("status", {"namespaces": found})
             return
         for number, each in enumerate(found):
             if number:
                 say("")
             _show(each)
-
-
-def _document(found: Namespace) -> dict[str, Any]:
-    """Returns a namespace for programs."""
-    return {
-        "namespace": found.root.name,
-        "root": found.root,
-        "place": found.place,
-        "parts": found.held,
-        "damaged": [each for each in found.broken if each.tier is not None],
-        "waiting": found.waiting,
-        "outcomes": found.outcomes,
-        "drain": found.drain,
-    }
 
 
 def _show(found: Namespace) -> None:

@@ -35,7 +35,6 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.inventory.node import (
-    BrokenPart,
     HeldSave,
     Namespace,
     Unit,
@@ -318,7 +317,7 @@ class Clean(Output, Node):
             show(rows, columns_of(rows))
             for warning in warnings:
                 say(f"warning: {warning}", err=True)
-            parts, unread = (found.held, _unread(found)) if found is not None else ([], [])
+            parts, unread = (found.parts, found.damaged) if found is not None else ([], [])
             size = size_text(sum(each.size_bytes for each in parts))
             what = f"{_count(len(parts) + len(unread), 'part')}, {size}, and {', '.join(map(str, folders))}"
             say(f"removed {what}" if self.yes else f"{what} would go; delete with --yes")
@@ -358,15 +357,10 @@ def _warnings(config: TieredCheckpointConfig | None, found: Namespace, *, is_use
     warnings = [
         f"{_USED}, so nothing can be deleted" if is_used else "",
         f"{_count(pending, 'operation')} not yet durable: upload first, by tiered-ckpt flush" if pending else "",
-        *(f"a part can't be read: {each.why}" for each in _unread(found)[:1]),
-        *(_nowhere_else(config, place, found) for place in sorted({each.place for each in found.held}, key=str)),
+        *(f"a part can't be read: {each.why}" for each in found.damaged[:1]),
+        *(_nowhere_else(config, place, found) for place in sorted({each.place for each in found.parts}, key=str)),
     ]
     return list(filter(None, warnings))
-
-
-def _unread(found: Namespace) -> list[BrokenPart]:
-    """Returns the parts that can't be read: unknown if they are needed. Those in quarantine are not."""
-    return [each for each in found.broken if each.tier is not None]
 
 
 def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, found: Namespace) -> str:

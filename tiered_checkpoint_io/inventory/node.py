@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -189,21 +189,29 @@ class BrokenPart:
 class Namespace:
     """The memory of one namespace at one moment, its queue, and its drain."""
 
+    namespace: str
     root: Path
     #: The durable tier of the last trainer; None if it is not known.
     place: Place | None
-    held: list[HeldPart]
-    broken: list[BrokenPart]
+    parts: list[HeldPart]
+    #: Parts that can't be read: unknown if they are needed. Those in quarantine are not.
+    damaged: list[BrokenPart]
+    quarantined: list[BrokenPart] = field(repr=False)
     waiting: list[Request]
     outcomes: list[Outcome]
     drain: DrainProgress
     #: True if the drain runs.
-    is_working: bool
+    is_working: bool = field(repr=False)
+
+    @property
+    def broken(self) -> list[BrokenPart]:
+        """Parts that can't be used."""
+        return [*self.damaged, *self.quarantined]
 
     @property
     def places(self) -> set[Place]:
         """The durable tiers that something here belongs to."""
-        found = {each.place for each in self.held} | {each.place for each in self.waiting if each.dirpath}
+        found = {each.place for each in self.parts} | {each.place for each in self.waiting if each.dirpath}
         return found | {each.place for each in self.broken if each.place is not None}
 
 
@@ -211,9 +219,21 @@ def look_at(root: Path) -> Namespace:
     """Looks at the memory of one namespace; raises FileNotFoundError if it is gone."""
     tier, queue, lock = tier_at(root), Queue(root), root / LOCK_FILE
     outcomes = queue.outcomes()
-    held = [held_part(tier, stored, outcomes) for stored in tier.held()]
-    is_working = lock.exists() and is_locked(lock)
-    return Namespace(root, tier.place, held, [*_broken(tier)], queue.look(tier), outcomes, queue.progress(), is_working)
+    return Namespace(
+        namespace=root.name,
+        root=root,
+        place=tier.place,
+        parts=[held_part(tier, stored, outcomes) for stored in tier.held()],
+        damaged=[
+            BrokenPart(folder, str(error), None, tier.place, is_other_format(error), tier_of(tier, folder))
+            for folder, error in tier.unreadable()
+        ],
+        quarantined=[_quarantined(tier, folder) for folder in tier.quarantined()],
+        waiting=queue.look(tier),
+        outcomes=outcomes,
+        drain=queue.progress(),
+        is_working=lock.exists() and is_locked(lock),
+    )
 
 
 def look_at_node(memory_dir: str) -> list[Namespace]:
@@ -231,17 +251,14 @@ def places_of(node: Iterable[Namespace]) -> list[Place]:
     return sorted({place for each in node for place in each.places}, key=str)
 
 
-def _broken(tier: MemoryTier) -> Iterator[BrokenPart]:
-    for folder, error in tier.unreadable():
-        yield BrokenPart(folder, str(error), None, tier.place, is_other_format(error), tier_of(tier, folder))
-    for folder in tier.quarantined():
-        part, why = None, "found damaged"
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            why = (folder / "reason.txt").read_text() or why
-        path = folder / PART_FILE
-        with contextlib.suppress(OSError, CorruptCheckpointError):
-            part = Part.from_json(path.read_bytes(), where=str(path))
-        yield BrokenPart(folder, f"in quarantine: {why}", part, part.place if part is not None else tier.place)
+def _quarantined(tier: MemoryTier, folder: Path) -> BrokenPart:
+    part, why = None, "found damaged"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        why = (folder / "reason.txt").read_text() or why
+    path = folder / PART_FILE
+    with contextlib.suppress(OSError, CorruptCheckpointError):
+        part = Part.from_json(path.read_bytes(), where=str(path))
+    return BrokenPart(folder, f"in quarantine: {why}", part, part.place if part is not None else tier.place)
 
 
 def time_of(seconds: float) -> datetime | None:

@@ -228,7 +228,7 @@ class Look:
         self.manifests = {each.name: each.manifest for each in found or () if each.manifest is not None}
         #: The parts of that durable tier in this node's memory, by save.
         self.held: dict[str, list[HeldPart]] = {}
-        for part in (part for each in node for part in each.held if part.place == place):
+        for part in (part for each in node for part in each.parts if part.place == place):
             self.held.setdefault(part.save_id, []).append(part)
         self._broken: dict[str, list[BrokenPart]] = {}
         for damage in (damage for each in node for damage in each.broken if damage.place == place):
