@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 from tiered_checkpoint_io.errors import ConfigError, did_you_mean
@@ -266,9 +266,7 @@ def _best(value: object, own: Mapping[str, Any]) -> list[Policy]:
     found: list[Policy] = []
     for each in several:
         raw = {**own, **(each if isinstance(each, Mapping) else {"best": each})}
-        known = {entry.name: entry.default for entry in fields(Best)}
-        missing = [key for key, default in known.items() if default is MISSING and key not in raw]
-        if missing or raw.keys() - known.keys():
+        if not {"best", "metric"} <= raw.keys() <= {"best", "metric", "mode"}:
             _refuse("retention.best", each, "{best: 3, metric: val_loss, mode: min}")
         found.append(Best(**raw))
     return found
