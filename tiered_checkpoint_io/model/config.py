@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, NoReturn, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypedDict
 from urllib.parse import urlsplit
 
 from tiered_checkpoint_io.clock import DURABLE_TIMEOUT_S, PENDING_TIMEOUT_S, SWEEP_AGE_S, WAIT_TIMEOUT_S
@@ -132,6 +132,11 @@ _RANGES: dict[str, tuple[int, int]] = {
     "chunk_size_MB": (8, 5_120),
     "replication_factor": (1, 64),
 }
+_CHOICES = {
+    "staging": ("eager", "overlapped"),
+    "on_save_error": ("warn", "raise"),
+    "preflight": ("error", "warn", "off"),
+}
 #: Keys that a checkpoint IO does not read, and what to do with each.
 NOT_OF_IO = {
     "memory_every_n_train_steps": "TieredModelCheckpoint takes it",
@@ -248,7 +253,7 @@ class TieredCheckpointConfig:
                 _check_int(key, getattr(self, key), 1, 256, extra="'auto' or ")
         if self.preflight is False:
             object.__setattr__(self, "preflight", "off")
-        for key, allowed in _choices().items():
+        for key, allowed in _CHOICES.items():
             value = getattr(self, key)
             if value not in allowed:
                 _refuse(key, value, "one of " + ", ".join(allowed))
@@ -397,16 +402,6 @@ def refuse_keys_of_others(
             raise ConfigError(f"{who} does not take {key}", hint=f"{others[key]}; from_config takes a whole block")
         if known and key not in known:
             raise ConfigError(f"{who} has no argument {key!r}", hint=did_you_mean(key, known))
-
-
-@functools.cache
-def _choices() -> dict[str, tuple[str, ...]]:
-    """Returns the texts that a key may be, for each that is declared as Literal."""
-    hints = {key: hint for key, hint in get_type_hints(TieredCheckpointConfig).items() if hint != Concurrency}
-    literals = {
-        key: [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal] for key, hint in hints.items()
-    }
-    return {key: tuple(filter(bool, get_args(each))) for key, found in literals.items() for each in found}
 
 
 def as_mapping(block: object, what: str = "s3_checkpointing") -> dict[str, Any]:
