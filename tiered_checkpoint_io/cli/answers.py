@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -43,22 +42,6 @@ def ask(config: TieredCheckpointConfig, work: Callable[[Store], _T], dirpath: st
         say(f"{where} has not answered for {silent_s:.0f} s; giving up in {left_s:.0f} s", err=True)
 
     return answer_within(config.support.durable_timeout_s, asked, what=where, count_down=count_down)
-
-
-@contextlib.contextmanager
-def deferring() -> Iterator[None]:
-    """Holds SIGTERM and Ctrl-C back until the end of the block, such as while a process is started."""
-    came: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
-    before = {number: signal.signal(number, lambda told, _: came.append(told)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    for told in came:
-        signal.raise_signal(told)
 
 
 # ----------------------------------------------------------------------------------------- lease

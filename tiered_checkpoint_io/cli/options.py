@@ -83,7 +83,7 @@ class Memory:
 
     memory_dir: Annotated[
         str,
-        typer.Option(parser=_folder, metavar="PATH", help="The folder that holds the memory tier."),
+        typer.Option(parser=_folder, metavar="PATH", help="Folder that holds the memory tier."),
     ] = SHM
 
     @property

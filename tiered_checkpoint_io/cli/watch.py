@@ -8,13 +8,13 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Annotated, Literal
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import deferring
 from tiered_checkpoint_io.cli.options import Address, Dirpath, Output
 from tiered_checkpoint_io.cli.output import TERMINATED, Columns, row_writer, say, write_json
 from tiered_checkpoint_io.inventory.api import NewCheckpoints
@@ -84,7 +84,7 @@ def _run(command: str, each: CheckpointInfo, *, as_json: bool) -> int:
     began, process = time.monotonic(), None
     try:
         # A signal during the start would leave the command running.
-        with deferring():
+        with _deferring():
             process = subprocess.Popen(
                 ["/bin/sh", "-c", command, "tiered-ckpt", each.url],
                 env={**os.environ, **_variables(each)},
@@ -104,6 +104,22 @@ def _run(command: str, each: CheckpointInfo, *, as_json: bool) -> int:
     if as_json:
         _write("ran", each, status, round(time.monotonic() - began, 3))
     return status
+
+
+@contextlib.contextmanager
+def _deferring() -> Iterator[None]:
+    """Holds SIGTERM and Ctrl-C back until the end of the block, such as while a process is started."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+    before = {number: signal.signal(number, lambda told, _: came.append(told)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for told in came:
+        signal.raise_signal(told)
 
 
 def _variables(each: CheckpointInfo) -> dict[str, str]:
