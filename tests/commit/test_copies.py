@@ -9,8 +9,7 @@ from support.store_contract import MemoryJournal, StopHere, stop_here
 
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy, copy_to
-from tiered_checkpoint_io.stores.s3 import MIB, S3Store
-from tiered_checkpoint_io.stores.s3_uploads import MARK
+from tiered_checkpoint_io.stores.s3 import MARK, MIB, S3Store
 
 #: Limit above which a copy is made in parts; S3 itself takes 5 GiB at once.
 PART = 5 * MIB

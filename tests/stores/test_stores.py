@@ -21,8 +21,7 @@ from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores import GROUP, open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.stores.remote import RemoteStore
-from tiered_checkpoint_io.stores.s3 import MIB, S3Store
-from tiered_checkpoint_io.stores.s3_uploads import part_size_for
+from tiered_checkpoint_io.stores.s3 import MIB, S3Store, part_size_for
 
 
 class TestDirectoryStore(StoreContract):
