@@ -6,7 +6,6 @@ below make only the classes that DCP itself writes.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +88,7 @@ _RULES: Mapping[str, Rule] = {
     f"{metadata.__name__}.TensorProperties": _properties,
     f"{metadata.__name__}.{_ENCODING.__name__}": safe_pickle.made_of(int),
     f"{filesystem.__name__}._StorageInfo": _record(filesystem._StorageInfo),
-    "collections.OrderedDict": safe_values.mapping(OrderedDict),
+    "collections.OrderedDict": safe_values.mapping,
     **{name: safe_values.RULES[name] for name in _SHARED},
 }
 _OF_SAGEMAKER = "amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info._SageMakerStorageInfo"

@@ -108,39 +108,35 @@ def value(name: str) -> Any:
 
 
 # ---------------------------------------------------------------------------------- plain containers
-def mapping(make: Callable[..., Any]) -> Rule:
-    def rule(call: Call, convert: Converter) -> Any:
-        factory, pairs = (call.args[:1], call.args[1:]) if make is collections.defaultdict else ((), call.args)
-        expect(all(each is None or type(each) is Name for each in factory) and len(pairs) <= 1, call.name)
-        made = call.value = make(*convert(factory))
-        for each in pairs:
-            content = convert(each)
-            items = list(content.items()) if type(content) is dict else content
-            expect(type(items) is list and all(type(pair) in (tuple, list) for pair in items), call.name)
-            for key, item in items:
-                made[convert.checked(key)] = item
-        for kind, content in steps(call, "set", "build"):
-            if kind == "build":
-                made.__dict__.update(attributes(type(made), convert(content)))
-                continue
-            for key, item in zip(content[::2], content[1::2], strict=True):
-                made[convert.key(key)] = convert(item)
-        return made
-
-    return rule
+def mapping(call: Call, convert: Converter) -> Any:
+    make = imported(call.name)
+    factory, pairs = (call.args[:1], call.args[1:]) if make is collections.defaultdict else ((), call.args)
+    expect(all(each is None or type(each) is Name for each in factory) and len(pairs) <= 1, call.name)
+    made = call.value = make(*convert(factory))
+    for each in pairs:
+        content = convert(each)
+        items = list(content.items()) if type(content) is dict else content
+        expect(type(items) is list and all(type(pair) in (tuple, list) for pair in items), call.name)
+        for key, item in items:
+            made[convert.checked(key)] = item
+    for kind, content in steps(call, "set", "build"):
+        if kind == "build":
+            made.__dict__.update(attributes(type(made), convert(content)))
+            continue
+        for key, item in zip(content[::2], content[1::2], strict=True):
+            made[convert.key(key)] = convert(item)
+    return made
 
 
-def _elements(make: Callable[..., Any]) -> Rule:
-    def rule(call: Call, convert: Converter) -> Any:
-        check = convert.checked if make in (set, frozenset) else lambda each: each
-        elements = [convert(each) for each in call.args]
-        expect(len(elements) <= 1 and all(type(each) in (list, tuple, set) for each in elements), call.name)
-        made = call.value = make([check(each) for part in elements for each in part])
-        for kind, content in steps(call, "add" if make is set else "append"):
-            fill(made, kind, [check(each) for each in convert(content)])
-        return made
-
-    return rule
+def _elements(call: Call, convert: Converter) -> Any:
+    make = imported(call.name)
+    check = convert.checked if make in (set, frozenset) else lambda each: each
+    elements = [convert(each) for each in call.args]
+    expect(len(elements) <= 1 and all(type(each) in (list, tuple, set) for each in elements), call.name)
+    made = call.value = make([check(each) for part in elements for each in part])
+    for kind, content in steps(call, "add" if make is set else "append"):
+        fill(made, kind, [check(each) for each in convert(content)])
+    return made
 
 
 def _deque(call: Call, convert: Converter) -> Any:
@@ -168,17 +164,14 @@ def _byte_array(call: Call, convert: Converter) -> bytearray:
     return bytearray(*args)
 
 
-def _date(make: Callable[..., Any]) -> Rule:
-    def rule(call: Call, convert: Converter) -> Any:
-        args = convert.passive(call.args)
-        zones = args[1:] if args and type(args[0]) is bytes else args[7:] if make is dt.datetime else args[4:]
-        numbers = args[: len(args) - len(zones)]
-        expect(not call.steps and all(type(each) in (int, bytes) for each in numbers), call.name)
-        expect(all(each is None or isinstance(each, dt.tzinfo) for each in zones), call.name)
-        # An object made of bytes is not checked; objects made of that one are.
-        return make(*args).replace()
-
-    return rule
+def _date(call: Call, convert: Converter) -> Any:
+    make, args = imported(call.name), convert.passive(call.args)
+    zones = args[1:] if args and type(args[0]) is bytes else args[7:] if make is dt.datetime else args[4:]
+    numbers = args[: len(args) - len(zones)]
+    expect(not call.steps and all(type(each) in (int, bytes) for each in numbers), call.name)
+    expect(all(each is None or isinstance(each, dt.tzinfo) for each in zones), call.name)
+    # An object made of bytes is not checked; objects made of that one are.
+    return make(*args).replace()
 
 
 def _fraction(call: Call, convert: Converter) -> fractions.Fraction:
@@ -582,15 +575,15 @@ RULES: Mapping[str, Rule] = {
     # May only be named: as an argument, a call may take any memory.
     "numpy.ndarray": only_named,
     "torch.torch_version.TorchVersion": made_of(str),
-    "builtins.dict": mapping(dict),
-    "collections.OrderedDict": mapping(OrderedDict),
-    "collections.Counter": mapping(collections.Counter),
-    "collections.defaultdict": mapping(collections.defaultdict),
-    "lightning.fabric.utilities.data.AttributeDict": lambda call, convert: mapping(imported(call.name))(call, convert),
-    "builtins.list": _elements(list),
-    "builtins.set": _elements(set),
-    "builtins.frozenset": _elements(frozenset),
-    "builtins.tuple": _elements(tuple),
+    "builtins.dict": mapping,
+    "collections.OrderedDict": mapping,
+    "collections.Counter": mapping,
+    "collections.defaultdict": mapping,
+    "lightning.fabric.utilities.data.AttributeDict": mapping,
+    "builtins.list": _elements,
+    "builtins.set": _elements,
+    "builtins.frozenset": _elements,
+    "builtins.tuple": _elements,
     "collections.deque": _deque,
     "_codecs.encode": _bytes,
     "builtins.bytes": _bytes,
@@ -602,9 +595,9 @@ RULES: Mapping[str, Rule] = {
     "builtins.complex": made_of(float, int),
     "builtins.range": made_of(int),
     "builtins.slice": made_of(int, float, str, type(None)),
-    "datetime.date": _date(dt.date),
-    "datetime.datetime": _date(dt.datetime),
-    "datetime.time": _date(dt.time),
+    "datetime.date": _date,
+    "datetime.datetime": _date,
+    "datetime.time": _date,
     "datetime.timedelta": made_of(int),
     "datetime.timezone": made_of(dt.timedelta, str),
     "decimal.Decimal": made_of(str),
