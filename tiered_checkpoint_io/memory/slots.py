@@ -452,15 +452,10 @@ class SlotPool:
             if slot is not None:
                 slot.close(self.unmap)
 
-    def release_free(self) -> None:
-        """Gives the space of all free slots back to the node."""
-        with self._lock:
-            self._discard_free()
-
     def close(self) -> None:
         """Unlinks free slots and unmaps the others; committed files stay."""
-        self.release_free()
         with self._lock:
+            self._discard_free()
             for slot in self._lent.values():
                 slot.close(self.unmap)
             self._lent.clear()

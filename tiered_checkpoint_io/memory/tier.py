@@ -198,12 +198,6 @@ def spill_dir_of(configured: str | None) -> str | None:
         return None
 
 
-def spill_root(spill_dir: str, root: Path) -> Path:
-    """Returns a memory tier's spill folder, see :func:`claim`: jobs may use one namespace in several memory folders."""
-    mark = hash_bytes(os.path.realpath(root).encode())[:8]
-    return Path(spill_dir) / f"tiered-{os.getuid()}" / f"{root.name}-{mark}"
-
-
 def disk_left(root: Path, used: int, *, is_shared: bool, is_bound: bool = True) -> int:
     """Returns the number of bytes that a spill may take beyond ``used``.
 
@@ -323,7 +317,9 @@ class MemoryTier:
     def use_spill(self, configured: str | None) -> None:
         """Takes the folder for parts that do not fit: see ``spill_dir`` of the configuration."""
         spill_dir = spill_dir_of(configured)
-        base = spill_root(spill_dir, self.root) if spill_dir is not None else None
+        # Jobs may use one namespace in several memory folders.
+        name = f"{self.root.name}-{hash_bytes(os.path.realpath(self.root).encode())[:8]}"
+        base = Path(spill_dir) / f"tiered-{os.getuid()}" / name if spill_dir is not None else None
         if base != self._spill_base:
             self._spill, self._spill_base, self._shares_disk = None, base, configured == AUTO
 
@@ -352,7 +348,10 @@ class MemoryTier:
             make_folders(root, FOLDERS, self._say)
             if self._spill is None or self._spill.root != root:
                 clear_dead(root, self._clock)
-                self._spill = self._spill_at(root)
+                self._spill = spill = MemoryTier(root, unmap=self.pool.unmap, clock=self._clock)
+                spill.pool.bounded_by_disk()
+                bound, shared = self._left is not None, self._shares_disk
+                spill._left = lambda: disk_left(root, spill.usage(), is_shared=shared, is_bound=bound)
         except OSError as error:
             self._say(f"nothing is spilled to {base}: {getattr(error, 'message', error.strerror)}")
             # The next request asks again if other processes may free room; parts in the spill stay known.
@@ -360,13 +359,6 @@ class MemoryTier:
                 self._spill_base = self._spill = None
             return None
         return self._spill
-
-    def _spill_at(self, root: Path) -> MemoryTier:
-        spill = MemoryTier(root, unmap=self.pool.unmap, clock=self._clock)
-        spill.pool.bounded_by_disk()
-        bound = self._left is not None
-        spill._left = lambda: disk_left(root, spill.usage(), is_shared=self._shares_disk, is_bound=bound)
-        return spill
 
     def _home(self, path: Path | str) -> MemoryTier:
         """Returns the root of a path: this one, or the spill."""
