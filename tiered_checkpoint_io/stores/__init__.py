@@ -71,18 +71,16 @@ def config_at(config: TieredCheckpointConfig, place: Place) -> TieredCheckpointC
     server = place.server
     if server is None or server == place_of(config, place.dirpath).server:
         return replace(config, dirpath=place.dirpath) if ids.is_s3_url(place.dirpath) else config
+    region = server.region
+    aws = f"https://s3.{region or 'us-east-1'}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
     return replace(
         config,
         dirpath=place.dirpath,
         # Named, for the environment may name another one by now.
-        endpoint_url=server.endpoint_url or _aws_endpoint(server.region),
+        endpoint_url=server.endpoint_url or aws,
         region=server.region or None,
         profile=server.profile or None,
     )
-
-
-def _aws_endpoint(region: str) -> str:
-    return f"https://s3.{region or 'us-east-1'}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
 
 
 #: An entry point of this group is called as the scheme of its URLs, and names ``factory(url, config) -> Store``.

@@ -73,21 +73,18 @@ class DirectoryStore(FileStore):
         _make_folder(root)
         return os.open(root, flags)
 
-    def _in(self, path: str, action: Callable[[int, str], _T]) -> _T:
-        """Returns the result of ``action`` on the folder of a path, and the name in it."""
-        above, name = os.path.split(path)
-        with self._folder(above) as folder:
-            return action(folder, name)
+    def _in(self, path: str, action: Callable[[int, str], _T], *, make: bool = False) -> _T:
+        """Returns the result of ``action`` on the folder of a path, and the name in it.
 
-    def _into(self, path: str, action: Callable[[int, str], _T]) -> _T:
-        """Does the same, and makes the folder as often as others remove it, empty as it is."""
+        ``make`` makes the folder, as often as others remove it, empty as it is.
+        """
         above, name = os.path.split(path)
         for attempt in range(_ATTEMPTS):
             try:
-                with self._folder(above, make=True) as folder:
+                with self._folder(above, make=make) as folder:
                     return action(folder, name)
             except FileNotFoundError:
-                if attempt == _ATTEMPTS - 1:
+                if not make or attempt == _ATTEMPTS - 1:
                     raise
         raise AssertionError
 
@@ -108,7 +105,7 @@ class DirectoryStore(FileStore):
 
     def _rename(self, temporary: str, path: str) -> None:
         def rename(scratch: int, old: str) -> None:
-            self._into(path, lambda folder, new: os.rename(old, new, src_dir_fd=scratch, dst_dir_fd=folder))
+            self._in(path, lambda folder, new: os.rename(old, new, src_dir_fd=scratch, dst_dir_fd=folder), make=True)
 
         self._in(temporary, rename)
 
@@ -242,7 +239,9 @@ class DirectoryStore(FileStore):
         lock = f"{self._scratch}/{_LOCK}"
         while True:
             try:
-                descriptor = self._into(lock, lambda folder, name: _open_in(folder, name, os.O_WRONLY | os.O_CREAT))
+                descriptor = self._in(
+                    lock, lambda folder, name: _open_in(folder, name, os.O_WRONLY | os.O_CREAT), make=True
+                )
             except OSError as error:
                 if not makes_room or reason_of(error) != "full":
                     raise
@@ -318,7 +317,7 @@ class DirectoryStore(FileStore):
             path = f"{self._scratch}/{self._clock.token(12)}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with self._guarded("put", key):
-                descriptor = self._into(path, lambda folder, name: _open_in(folder, name, flags))  # noqa: B023
+                descriptor = self._in(path, lambda folder, name: _open_in(folder, name, flags), make=True)  # noqa: B023
                 # A cleaner may hold it for a moment, no longer.
                 _lock(descriptor, fcntl.LOCK_EX)
             if os.fstat(descriptor).st_nlink:

@@ -325,7 +325,7 @@ class S3Store:
         A server answers once it has copied, so that large objects are copied in parts: in parallel, and with no answer
         that takes longer than a request may.
         """
-        with _as_changed(source):
+        try:
             found = self._client.ask("head_object", source)
             check_size(source, size_of(found, source), size)
             check()
@@ -337,6 +337,11 @@ class S3Store:
                 self._copy_at_once(target, copied, journal)
                 if progress is not None:
                     progress(size)
+        except StoreError as error:
+            if not is_changed(error):
+                raise
+            text = "it was replaced while it was copied"
+            raise StoreError(text, operation="copy", key=source, reason="unavailable") from error
         self.metrics.add("bytes.copied", size)
 
     def _copy_at_once(self, target: str, copied: Copied, journal: UploadJournal | None) -> None:
@@ -573,16 +578,3 @@ class S3Store:
             if not once and not is_final(error):
                 raise
             _log.warning("parts of an upload stay on the server: %s", error)
-
-
-@contextlib.contextmanager
-def _as_changed(key: str) -> Iterator[None]:
-    """Copies an object, whose change meanwhile is a reason to begin again."""
-    try:
-        yield
-    except StoreError as error:
-        if not is_changed(error):
-            raise
-        raise StoreError(
-            "it was replaced while it was copied", operation="copy", key=key, reason="unavailable"
-        ) from error

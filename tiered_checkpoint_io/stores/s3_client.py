@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import http.client
 import io
+import math
 import os
 import re
 import sys
@@ -369,7 +370,9 @@ class S3Client:
         no_client = "no S3 client can be made"
         try:
             # Checked first: boto3's errors quote the endpoint, with all that is in it.
-            _refuse_secrets(self._endpoint_url or configured_endpoint(self._profile) or "")
+            endpoint = self._endpoint_url or configured_endpoint(self._profile) or ""
+            if "@" in endpoint or "?" in endpoint:
+                raise ValueError("the endpoint holds a user name, a password or a query; credentials go elsewhere")
             return self._client_of(self._session())
         except botocore.exceptions.CredentialRetrievalError as error:
             # The error quotes a program's output, which may be credentials: so no traceback shows the error, either.
@@ -410,11 +413,6 @@ class S3Client:
 
     def _count(self, event_name: str, **_: Any) -> None:
         self.metrics.add(f"requests.{request_of(botocore.xform_name(event_name.rpartition('.')[2]))}")
-
-
-def _refuse_secrets(endpoint: str) -> None:
-    if "@" in endpoint or "?" in endpoint:
-        raise ValueError("the endpoint holds a user name, a password or a query; credentials go elsewhere")
 
 
 def _be_patient(client: Any, read_s: float) -> None:
@@ -550,66 +548,53 @@ def fill(
 ) -> None:
     """Fills buffers from an answer that should hold the object's bytes from ``offset`` on; see `read_pieces`."""
     with contextlib.closing(answer["Body"]) as body:
-        extent = _Extent.of(answer, key)
+        start, stop, size = _extent_of(answer, key)
         end = offset + sum(len(piece) for piece in pieces)
-        if extent.size is not None and extent.size < end:
-            raise too_short(key, extent.size, end)
-        if extent.start > offset:
+        if size is not None and size < end:
+            raise too_short(key, size, end)
+        if start > offset:
             raise _broken_off(key)
-        at = extent.start
+
+        def ended(at: int) -> StoreError | CorruptCheckpointError:
+            return _broken_off(key) if at < stop or size is not None else too_short(key, at, end)
+
+        at = start
         # Some servers answer a range with the whole object.
         while at < offset:
             skipped = len(body.read(min(_SKIP_SIZE, offset - at)))
             if not skipped:
-                raise extent.ended(key, at, end)
+                raise ended(at)
             at += skipped
-        with _reading(body, key, whole=extent.start == offset) as read:
+        with _reading(body, key, whole=start == offset) as read:
             for index, piece in enumerate(pieces):
                 done = 0
                 while done < len(piece):
                     with piece[done:] as rest:
                         count = read(rest)
                     if not count:
-                        raise extent.ended(key, at, end)
+                        raise ended(at)
                     done += count
                     at += count
                 filled(index)
 
 
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """Range of an object's bytes, by an answer's headers.
+def _extent_of(answer: Mapping[str, Any], key: str) -> tuple[int, float, int | None]:
+    """Returns the first byte of an object in an answer, the end of these bytes, and the object's size if it is known.
 
-    Attributes:
-        start: The first one.
-        stop: Behind the last one; None if only the end of the answer shows it.
-        size: Size of the object; None if the answer does not contain it.
-        is_chunked: True if reading an answer that is cut short fails; else it just ends.
+    If only the end of the answer shows where its bytes end, that is 0, or infinity if an answer that is cut short
+    ends in the same way.
     """
-
-    start: int
-    stop: int | None
-    size: int | None
-    is_chunked: bool
-
-    @classmethod
-    def of(cls, answer: Mapping[str, Any], key: str) -> _Extent:
-        length = int(answer["ContentLength"]) if "ContentLength" in answer else None
-        headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    length = int(answer["ContentLength"]) if "ContentLength" in answer else None
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    if "ContentRange" not in answer:
         is_chunked = "chunked" in headers.get("transfer-encoding", "").lower()
-        if "ContentRange" not in answer:
-            return cls(0, length, length, is_chunked)
-        # The size may be left open by "*".
-        match = re.search(r"(\d+)-(\d+)/(?:(\d+)|\*)$", answer["ContentRange"])
-        if match is None:
-            raise _broken_off(key)
-        start, last, size = match.groups()
-        return cls(int(start), int(last) + 1, None if size is None else int(size), is_chunked)
-
-    def ended(self, key: str, at: int, wanted: int) -> StoreError | CorruptCheckpointError:
-        """Returns the error for an answer that ended at byte ``at`` of the object, before byte ``wanted``."""
-        is_cut = at < self.stop if self.stop is not None else not self.is_chunked
-        return _broken_off(key) if is_cut or self.size is not None else too_short(key, at, wanted)
+        return 0, length if length is not None else 0 if is_chunked else math.inf, length
+    # The size may be left open by "*".
+    match = re.search(r"(\d+)-(\d+)/(?:(\d+)|\*)$", answer["ContentRange"])
+    if match is None:
+        raise _broken_off(key)
+    start, last, size = match.groups()
+    return int(start), int(last) + 1, None if size is None else int(size)
 
 
 @contextlib.contextmanager
