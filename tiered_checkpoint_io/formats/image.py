@@ -227,13 +227,7 @@ Region = StorageRegion | TensorRegion
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments(Sequence[Segment]):
-    """Many segments: one row of bytes, and the offset in the file of each stretch of it.
-
-    Attributes:
-        data: The bytes of all segments, one after the other.
-        offsets: Offset of each in the file.
-        cuts: Start of each in the row, and its end.
-    """
+    """Many segments: one row of bytes, the offset of each in the file, and the cuts between them in the row."""
 
     data: memoryview
     offsets: np.ndarray[Any, np.dtype[np.int64]]
@@ -260,15 +254,7 @@ class Segments(Sequence[Segment]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageRegions(Sequence[StorageRegion]):
-    """Bytes of many storages.
-
-    Attributes:
-        offsets: Offset of each one's bytes in the file.
-        lengths: Length of each in bytes.
-        storages: The storages.
-        starts: From which of its bytes on.
-        devices: All devices that they are on.
-    """
+    """Bytes of many storages: their offsets in the file, their lengths, the first byte in each, and all devices."""
 
     offsets: np.ndarray[Any, np.dtype[np.int64]]
     lengths: np.ndarray[Any, np.dtype[np.int64]]

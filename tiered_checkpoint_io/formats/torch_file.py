@@ -105,19 +105,15 @@ _NO_STORAGE |= {torch.Tensor, torch.nn.Parameter, _Hooks}
 
 
 class _Storages:
-    """The storages of a state, in the order in which the pickler meets them.
-
-    Attributes:
-        found: The storages.
-        keys: The names of their records, by identity.
-        locations: The devices they are on, as torch names them.
-        tensors: The tensors that were met in them.
-    """
+    """The storages of a state, in the order in which the pickler meets them."""
 
     def __init__(self) -> None:
         self.found: list[torch.UntypedStorage] = []
+        #: The names of their records, by identity.
         self.keys: dict[int, str] = {}
+        #: The devices they are on, as torch names them.
         self.locations: set[str] = set()
+        #: The tensors that were met in them.
         self.tensors: list[torch.Tensor] = []
         #: Addresses of storages that were met as such, and their dtypes.
         self._met: list[tuple[int, torch.dtype]] = []

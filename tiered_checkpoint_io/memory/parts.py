@@ -295,10 +295,6 @@ class Incoming:
 
     A file, locked by that process, holds the part's description, the paths of its files, and a byte for each chunk,
     which is set once the chunk is there and verified.
-
-    Attributes:
-        part: Its description.
-        paths: The place of each of its files.
     """
 
     def __init__(self, descriptor: int, head: bytes) -> None:

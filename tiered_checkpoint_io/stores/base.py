@@ -157,11 +157,8 @@ class UploadContent(Protocol):
 class ServerCopy:
     """Bytes that the store has under another key, to be copied there without being sent: see :func:`copy_to`.
 
-    Attributes:
-        source: Their key.
-        size: Number of these bytes.
-        check: Called once it is settled which bytes are copied, and before the target changes. Its error ends the
-            copy: the object may have been replaced by another of its size.
+    ``check`` is called once it is settled which bytes are copied, and before the target changes. Its error ends the
+    copy: the object may have been replaced by another of its size.
     """
 
     source: str

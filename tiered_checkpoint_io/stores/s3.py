@@ -117,11 +117,8 @@ class Upload:
 class Copied:
     """Bytes that the server has under another key, for an upload whose parts it copies from there.
 
-    Attributes:
-        arguments: Source object, for requests that copy: they fail if its ETag has changed.
-        etag: Its ETag.
-        size: Its bytes.
-        check: Called before the upload is completed: some servers ignore the ETag.
+    Requests with ``arguments`` fail if the source's ETag has changed. As some servers ignore the ETag, ``check`` is
+    called before the upload is completed.
     """
 
     arguments: Mapping[str, Any]
@@ -149,14 +146,8 @@ class S3Store:
     ) -> None:
         """Makes a client; sends no request.
 
-        Args:
-            url: ``s3://bucket/prefix``.
-            part_size: Bytes of one part of an upload.
-            write_concurrency: Parts in flight at once.
-            read_concurrency: Connections that reads may use at once.
-            write_options: Passed to each request that makes an object, by boto3's names.
-            clock: With the bounds of requests and of their repetition.
-            connection: ``endpoint_url``, ``region`` and further options of :class:`S3Client`.
+        ``write_options``, by boto3's names, are passed to each request that makes an object; ``connection`` are
+        further options of :class:`S3Client`.
         """
         connections = write_concurrency + read_concurrency + 4
         self._client, self._clock = S3Client(url, connections=connections, clock=clock, **connection), clock
