@@ -69,8 +69,12 @@ def start_process(root: Path, log: Logger) -> subprocess.Popen[bytes]:
     Relative paths of both mean what they mean here. The drain may find that another one works.
     """
     reap()
+    # A folder put before the standard library would hide modules that this process has imported already.
+    standard = os.path.dirname(os.__file__)
+    first = standard, os.path.join(standard, "lib-dynload")
+    path = sorted((each for each in sys.path if isinstance(each, str)), key=lambda each: each not in first)
     # In ASCII: a path may hold bytes that are no text.
-    code = _CODE.format(path=ascii(module_path()), place=ascii(str(_PLACE)), status=CANNOT_IMPORT)
+    code = _CODE.format(path=ascii(path), place=ascii(str(_PLACE)), status=CANNOT_IMPORT)
     with _open_log(root, log) as file:
         child = subprocess.Popen(
             [sys.executable, "-c", code, *FOR_TRAINER, str(root)],
@@ -82,16 +86,6 @@ def start_process(root: Path, log: Logger) -> subprocess.Popen[bytes]:
         )
     _children.append(child)
     return child
-
-
-def module_path() -> list[str]:
-    """Returns the folders in which this process looks for modules, those of the standard library first.
-
-    A folder put first would hide modules that this process has imported already.
-    """
-    standard = os.path.dirname(os.__file__)
-    found = [each for each in sys.path if isinstance(each, str)]
-    return sorted(found, key=lambda each: each not in (standard, os.path.join(standard, "lib-dynload")))
 
 
 def reap() -> None:

@@ -42,7 +42,9 @@ def removed(
             continue
         attempt = remove(store, each, clock=clock)
         if attempt.refusal is not None and not attempt.is_gone:
-            survey.leave_alone(attempt, clock)
+            # Each step is reported once. Its other checkpoints stay with it, and the server is not asked each time.
+            survey.refused += [attempt] if each.unit not in survey.left_alone else []
+            survey.left_alone[each.unit] = clock.monotonic() + clock.timing.refused_again_s
         if attempt.is_gone or attempt.refusal is not None:
             yield attempt
 

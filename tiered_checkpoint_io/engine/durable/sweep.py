@@ -92,7 +92,6 @@ class Survey:
     told: str = ""
     unread: dict[str, CorruptCheckpointError] = field(default_factory=dict)
     refused: list[RemovalAttempt] = field(default_factory=list)
-    _known: set[str] = field(default_factory=set)
     left_alone: dict[int | str, float] = field(default_factory=dict)
     view: DurableView = field(default_factory=DurableView)
 
@@ -101,14 +100,6 @@ class Survey:
         read = self.view.look(store, clock)
         self.unread = {name: value for name, value in read.items() if isinstance(value, CorruptCheckpointError)}
         return [Checkpoint.of(value) for value in read.values() if isinstance(value, Manifest)]
-
-    def leave_alone(self, attempt: RemovalAttempt, clock: Clock) -> None:
-        """Remembers a checkpoint that the server refused to remove, so that the server is not asked each time."""
-        # The other checkpoints of its step stay with it.
-        self.left_alone[attempt.checkpoint.unit] = clock.monotonic() + clock.timing.refused_again_s
-        if attempt.checkpoint.save_id not in self._known:
-            self._known.add(attempt.checkpoint.save_id)
-            self.refused.append(attempt)
 
 
 _log = logging.getLogger(__name__)
