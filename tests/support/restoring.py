@@ -118,9 +118,9 @@ class ThreadGroup(Group):
         assert len(data) <= SMALL, f"{len(data)} bytes go from each rank to all: {str(obj)[:200]}"
         return list(map(pickle.loads, self._exchange(data)))
 
-    def gather(self, obj, to=0):
+    def _gather(self, obj):
         gathered = self._exchange(pickle.dumps(obj))
-        return list(map(pickle.loads, gathered)) if self.rank == to else None
+        return list(map(pickle.loads, gathered)) if self.rank == 0 else None
 
     def _broadcast(self, obj):
         return pickle.loads(self._exchange(pickle.dumps(obj))[0])

@@ -278,14 +278,6 @@ class DrainHandle:
                 raise full.reworded(full.message, hint=f"{full.hint}; {advice}") from full
             self.runner.start()
 
-    def keep_up(self) -> None:
-        """Starts again a drain that has died with work left, if this process had one run."""
-        runner = self.runner
-        if not runner.is_announced or self.leave_by is not None or runner.is_foreign or runner.is_running:
-            return
-        if self.pending():
-            runner.ensure()
-
     def serve(self, address: str) -> Endpoint:
         """Has the drain serve this node's memory, and returns the endpoint; DrainError if it does not in time."""
         root, clock, timing = self._tier.root, self._clock, self._clock.timing
@@ -475,10 +467,15 @@ class DrainHandle:
         raise self._too_slow(f"{len(left)} operations", timeout_s)
 
     def news(self, *, keeps_up: bool = False) -> tuple[list[Outcome], str]:
-        """Returns each outcome once, and :attr:`DrainProgress.trouble`; with ``keeps_up``, after :meth:`keep_up`."""
-        if keeps_up:
+        """Returns each outcome once, and :attr:`DrainProgress.trouble`.
+
+        With ``keeps_up``, it starts again a drain that has died with work left, if this process had one run.
+        """
+        runner = self.runner
+        if keeps_up and runner.is_announced and self.leave_by is None and not runner.is_foreign:
             try:
-                self.keep_up()
+                if not runner.is_running and self.pending():
+                    runner.ensure()
             except OSError as error:
                 # Out of descriptors or processes, for one: the next look tries again.
                 self._log.error("the drain has died, and could not be started again: %s", error)

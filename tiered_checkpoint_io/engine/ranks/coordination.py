@@ -56,7 +56,7 @@ class Group:
     def decide(self, work: Callable[[], _T], choice: Callable[[list[_T]], _S]) -> _S:
         """Returns rank 0's ``choice`` from each rank's result of ``work``; two exchanges, which raise as the others."""
         mine, error = self._tried(work)
-        gathered = self.gather(mine)
+        gathered = self._gather(mine)
         return self.broadcast(lambda: choice(_checked(gathered or [])), error)
 
     def broadcast(self, work: Callable[[], _T], own: Exception | None = None) -> _T:
@@ -81,8 +81,7 @@ class Group:
         self.all_gather(lambda: done.append(work()))
         return done[0]
 
-    def gather(self, obj: Any, to: int = 0) -> list[Any] | None:  # noqa: ARG002
-        """Returns each rank's ``obj``, by rank, on the rank ``to``, None elsewhere."""
+    def _gather(self, obj: Any) -> list[Any] | None:
         return [obj]
 
     def _broadcast(self, obj: Any) -> Any:
@@ -148,10 +147,9 @@ class RankGroup(Group):
                 hint=f"{what} is a collective call while torch.distributed is initialised: every rank has to make it",
             ) from error
 
-    def gather(self, obj: Any, to: int = 0) -> list[Any] | None:
-        """See :meth:`Group.gather`; raises RestoreError if the ranks lost each other."""
-        gathered: list[Any] | None = [None] * self.world_size if self.rank == to else None
-        self._do(self._dist.gather_object, obj, gathered, dst=self._dist.get_global_rank(self._group, to))
+    def _gather(self, obj: Any) -> list[Any] | None:
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        self._do(self._dist.gather_object, obj, gathered, dst=self._dist.get_global_rank(self._group, 0))
         return gathered
 
     def _broadcast(self, obj: Any) -> Any:

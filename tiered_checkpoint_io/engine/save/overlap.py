@@ -320,14 +320,6 @@ class Overlapped:
         numbers: list[int] = np.flatnonzero(others).tolist()
         return numbers
 
-    def with_copies(self, image: Image) -> Image:
-        """Returns a planned file, with :attr:`copies` instead of their originals."""
-        if not self.copies:
-            return image
-        regions = cast("StorageRegions", image.regions)
-        storages = [self.copies.get(each._cdata, each) for each in regions.storages]
-        return dataclasses.replace(image, regions=dataclasses.replace(regions, storages=storages))
-
     def let_caller_return(self) -> None:
         """Waits a moment before the copy, unless training waits for it already."""
         self.wanted.wait(_HEAD_START_S)
@@ -484,8 +476,12 @@ def _copied_image(image: Image, overlapped: Overlapped) -> Image:
     size = sum(map(torch.UntypedStorage.nbytes, copied.values()))
     if size and size > Spans(begins, ends).size * _MOST_EAGER:
         raise UncopiedError(_TOO_MUCH)
-    overlapped.copies = {key: cast("Any", storage).clone() for key, storage in copied.items()}
-    return overlapped.with_copies(image)
+    if not copied:
+        return image
+    copies = overlapped.copies = {key: cast("Any", storage).clone() for key, storage in copied.items()}
+    regions = cast("StorageRegions", image.regions)
+    own = [copies.get(each._cdata, each) for each in regions.storages]
+    return dataclasses.replace(image, regions=dataclasses.replace(regions, storages=own))
 
 
 def _copied_state(state: dict[str, Any], overlapped: Overlapped) -> dict[str, Any]:
