@@ -2,6 +2,7 @@
 
 import os
 import socket
+from dataclasses import replace
 
 import pytest
 from support.fault_proxy import FaultProxy, operation_of
@@ -31,6 +32,8 @@ def test_objects_bear_what_was_configured(moto, bucket, size):
             "ChecksumAlgorithm": "SHA256",
         },
     )
+    # Writers and readers of equal configurations share a session.
+    assert {config: "session"}[replace(config)] == "session"
     store = open_store(config)
     data = os.urandom(size)
     store.upload("x", memoryview(data))

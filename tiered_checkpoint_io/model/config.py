@@ -214,7 +214,7 @@ class TieredCheckpointConfig:
     endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
-    s3_options: Mapping[str, str] | None = None
+    s3_options: Mapping[str, str] | None = field(default=None, hash=False)
     chunk_size_MB: int = 64  # noqa: N815 - the name that NeMo's users know
     max_write_concurrency: Concurrency = "auto"
     max_read_concurrency: Concurrency = "auto"
