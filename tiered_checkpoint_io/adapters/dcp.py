@@ -259,7 +259,7 @@ def async_save(
     planner: Any = None,
     **options: Any,
 ) -> AsyncSave:
-    """Saves as :func:`save` does, with its arguments, and returns once the state is captured in node memory.
+    """Saves as :func:`save` does, with all arguments of it, and returns once the state is captured in node memory.
 
     The tensors are copied once, to the files that the upload reads; for kind ``sharded``, DCP's exchanges between the
     ranks take further time. Each rank then hashes its part in the background, at several gigabytes a second and thread,
@@ -319,10 +319,19 @@ def load(
     requested by its name, all ranks load the next one.
     ``local``: each rank its shard of one checkpoint; with a ``replication_group``, all ranks of the job together.
 
-    ``state_dict`` has tensors of the saved shapes; after an error, its content is undefined. ``checkpoint_id`` is a
-    name, path or URL; ``tiered:latest`` is the newest complete checkpoint of names in no folder, else of the only
-    folder, and ``stage1/tiered:latest`` the newest of that folder. By default it is the reader's last one, else the
-    newest. Other arguments are as for :func:`save`, and ``options`` as :class:`TieredStorageReader` takes them.
+    Args:
+        state_dict: The state to load into, with tensors of the saved shapes. After an error, its content is undefined.
+        checkpoint_id: Its name, path or URL; ``tiered:latest`` is the newest complete one of names in no folder, else
+            of the only folder. ``stage1/tiered:latest`` is the newest of that folder. By default the reader's last one,
+            else the newest.
+        storage_reader: The reader; by default one made from ``options``.
+        planner: As DCP takes it; only for ``sharded``.
+        process_group: As :func:`save` takes it.
+        no_dist: As DCP takes it.
+        coordinator_rank: As :func:`save` takes it; ignored for ``local``, because all ranks load.
+        kind: As it was saved.
+        replication_group: As :func:`save` takes it: its ranks load the same file.
+        options: As :class:`TieredStorageReader` takes them.
 
     Returns:
         The reader, whose ``opened`` is the loaded checkpoint.
