@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import threading
 import traceback
-from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -304,6 +303,8 @@ class FileLocks:
 class Idle:
     """A thread that takes no work, so that the caller's does it all."""
 
+    ident = None
+
     def __init__(self, *_, **__):
         pass
 
@@ -311,24 +312,6 @@ class Idle:
         pass
 
     def join(self):
-        pass
-
-
-class AtOnce:
-    """A pool of threads that does all in the caller's."""
-
-    def __init__(self, *_, **__):
-        pass
-
-    def submit(self, work, *arguments, **options):
-        future = Future()
-        try:
-            future.set_result(work(*arguments, **options))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def shutdown(self, **_):
         pass
 
 
@@ -354,8 +337,7 @@ def operating_system(world, logger):
         (leasing, "owner_of_process", lambda _: here().owner),
         (session, "open_store", lambda *_, **__: Store(world)),
         (client, "start_process", lambda root, _: Child(start_drain(here().machine, root, logger))),
-        (parallel, "ThreadPoolExecutor", AtOnce),
-        (parallel, "threading", SimpleNamespace(Thread=Idle)),
+        (parallel, "threading", SimpleNamespace(Thread=Idle, Event=threading.Event)),
         # Small states need neither.
         (slots, "_ROUND", 1 << 12),
         (log, "_HALF", 1 << 16),
