@@ -36,8 +36,8 @@ class Question(Generic[_T]):
         """Begins; ``ask`` must do no more than ask stores, because it may still run when its caller has left."""
         self._clock = clock
         self._answered_at = clock.monotonic()
-        #: Number of its threads that work on this machine, see :func:`local_work`.
-        self._local, self._lock = 0, threading.Lock()
+        #: One for each block of :func:`local_work` that a thread of it is in.
+        self.local: list[None] = []
         self._trouble = ("", "")
         self._ended = threading.Event()
         self._answer: Future[_T] = Future()
@@ -59,20 +59,8 @@ class Question(Generic[_T]):
         """Takes note that the store has answered a request."""
         self._answered_at, self._trouble = self._clock.monotonic(), ("", "")
 
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """See :func:`local_work`."""
-        with self._lock:
-            self._local += 1
-        try:
-            yield
-        finally:
-            self.answered()
-            with self._lock:
-                self._local -= 1
-
     def _silent_s(self) -> float:
-        return 0.0 if self._local else self._clock.monotonic() - self._answered_at
+        return 0.0 if self.local else self._clock.monotonic() - self._answered_at
 
     def failed(self, message: str, hint: str | None) -> None:
         """Takes note of an error for which a request is repeated: a server that is busy says so, again and again."""
@@ -136,8 +124,15 @@ def moving() -> Callable[[], None]:
 def local_work() -> Iterator[None]:
     """Marks a block that may take long without a store, such as a wait for a disk: no store counts as silent then."""
     question = current_question()
-    with question.at_work() if question is not None else contextlib.nullcontext():
+    if question is None:
         yield
+        return
+    question.local.append(None)
+    try:
+        yield
+    finally:
+        question.answered()
+        question.local.pop()
 
 
 def answer_within(
