@@ -1,12 +1,14 @@
-"""The same work on many things, by a few threads."""
+"""Work on many things: by a few threads, and without the garbage collector."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import gc
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -83,3 +85,31 @@ def _taken(failed: dict[int, BaseException]) -> BaseException:
     error = failed[min(failed)]
     failed.clear()
     return error
+
+
+#: One for each block that has switched the collector off, and is to switch it on again.
+_off: list[None] = []
+
+
+@contextlib.contextmanager
+def collecting_later() -> Iterator[None]:
+    """Pauses the garbage collector in the block; it would look at all objects of the process several times."""
+    enabled = gc.isenabled()
+    _off.extend([None] * enabled)
+    try:
+        gc.disable()
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+            del _off[-1:]
+
+
+def _collect_in_child() -> None:
+    # The thread that would switch it on again is not there.
+    if _off:
+        _off.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_collect_in_child)

@@ -11,9 +11,7 @@ process, a large memo index fills its memory. Calls back into Python would cost 
 from __future__ import annotations
 
 import _compat_pickle
-import contextlib
 import enum
-import gc
 import importlib
 import os
 import pickle
@@ -24,6 +22,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+
+from tiered_checkpoint_io.formats.parallel import collecting_later
 
 _GETATTR = "builtins.getattr"
 #: Elements of a tuple that is a key. Python hashes tuples by recursion, without a limit.
@@ -606,34 +606,6 @@ def record(call: Call, convert: Converter) -> Any:
             state = attributes(cls, state)
         fill(made, kind, state)
     return made
-
-
-#: One for each block that has switched the collector off, and is to switch it on again.
-_off: list[None] = []
-
-
-@contextlib.contextmanager
-def collecting_later() -> Iterator[None]:
-    """Pauses the garbage collector in the block; it would look at all objects of the process several times."""
-    enabled = gc.isenabled()
-    _off.extend([None] * enabled)
-    try:
-        gc.disable()
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-            del _off[-1:]
-
-
-def _collect_in_child() -> None:
-    # The thread that would switch it on again is not there.
-    if _off:
-        _off.clear()
-        gc.enable()
-
-
-os.register_at_fork(after_in_child=_collect_in_child)
 
 
 def _no_storage(_: Any) -> Any:

@@ -34,6 +34,7 @@ import torch
 
 from tiered_checkpoint_io.formats import safe_pickle, safe_values
 from tiered_checkpoint_io.formats.image import Image, Segment, Segments, StorageRegions
+from tiered_checkpoint_io.formats.parallel import collecting_later
 
 _CPU = torch.device("cpu")
 #: Storage class and bytes of an element, of the dtypes that are pickled with such a class.
@@ -78,7 +79,7 @@ def plan(state: object) -> Image:
 
 
 def _planned(state: object, form: _Format) -> Image:
-    with safe_pickle.collecting_later():
+    with collecting_later():
         pickled, storages = _pickled(state)
         devices, sizes = storages.devices(), list(map(torch.UntypedStorage.nbytes, storages.found))
         records = _Records(form, pickled, sizes)
