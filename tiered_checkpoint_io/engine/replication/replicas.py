@@ -312,11 +312,19 @@ class Replicas:
                 if not any(tier.is_taken(part.save_id, part.rank) for tier in (self._tier, self._kept)):
                     self._keep(member, part, stores)
             self._failed.pop(pull.save_id, None)
+            self._bell.set()
+            for entry in part.content.files:
+                # The next save's part is read into pages that are there, at twice the rate.
+                self._kept.pool.prepare(entry.size, partial(self._has_work, pull))
         except Exception as error:
             why = str(error) if isinstance(error, TieredCheckpointError) else repr(error)
             self._log.warning("a replica of part %d of save %s did not come: %s", pull.rank, pull.save_id, why)
             self._failed[pull.save_id] = why, self._clock.monotonic() + self._clock.timing.replica_retry_s
         self._bell.set()
+
+    def _has_work(self, done: Pull) -> bool:
+        pulls = [pull for member in list((self._members or {}).values()) for pull in member.orders.pulls]
+        return self._is_closing or any(pull != done for pull in pulls)
 
     def _keep(self, member: _Membership, part: Part, stores: list[PeerStore]) -> None:
         began = self._clock.monotonic()
