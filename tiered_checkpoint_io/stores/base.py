@@ -198,7 +198,7 @@ class Store(Readable, Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yields all objects whose key starts with ``prefix``, at any depth and in any order."""
+        """Yields all objects whose key starts with ``prefix``, at any depth and in any order; none is no error."""
         ...
 
     def get(self, key: str) -> bytes:
