@@ -63,17 +63,7 @@ Count: TypeAlias = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint of the durable tier.
-
-    Attributes:
-        store: The durable tier.
-        name: The checkpoint's name.
-        content: The save that is read.
-        files: Its files.
-        trust: The objects that may be loaded.
-        concurrency: Requests in flight at once.
-        count: Called with the bytes that have come.
-    """
+    """A checkpoint of the durable tier."""
 
     store: Store
     name: str
@@ -166,10 +156,8 @@ def to_torch_file(source: Source, folder: Path) -> Path:
 def to_safetensors(source: Source, folder: Path, *, prefix: str | None = None) -> Path:
     """Makes a file of tensors as Hugging Face's libraries read them.
 
-    Args:
-        source: The checkpoint.
-        folder: The folder for all files that are made.
-        prefix: Selects tensors, which are named without it. By default ``state_dict.`` if a name has it, else all.
+    All files are made in ``folder``. ``prefix`` selects tensors, which are named without it: by default ``state_dict.``
+    if a name has it, else all.
 
     Raises:
         SaveError: No tensor has the prefix; or safetensors has no name for an element type.

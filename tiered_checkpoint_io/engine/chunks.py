@@ -62,12 +62,7 @@ def unverified(key: str, size: int) -> FileEntry:
 def fetch(store: Readable, entry: FileEntry, view: memoryview, *, concurrency: int, write: Write | None = None) -> None:
     """Reads a file by ranged requests, one for each chunk, and verifies chunks that have a hash.
 
-    Args:
-        store: Store to read from.
-        entry: File to read; see :func:`unverified` for one without hashes.
-        view: Target: ``entry.size`` writable bytes.
-        concurrency: Requests in flight at once, at most.
-        write: See :func:`fetch_chunk`.
+    ``view`` has ``entry.size`` writable bytes; see :func:`fetch_chunk` for ``write``.
 
     Raises:
         CorruptCheckpointError: The object is short, or a chunk differs from its hash.
@@ -81,12 +76,7 @@ def fetch_chunk(
 ) -> None:
     """Reads one chunk into ``chunk``; raises as :func:`fetch`.
 
-    Args:
-        store: Store to read from.
-        entry: File to read.
-        index: Chunk's number.
-        chunk: Target of the bytes.
-        write: Writes to the file if ``chunk`` is a mapping of it whose pages were never touched.
+    ``write`` writes to the file if ``chunk`` is a mapping of it whose pages were never touched.
     """
     if not entry.hashes or not len(chunk):
         store.read_into(entry.path, index * entry.chunk_size, chunk)
@@ -205,12 +195,8 @@ def fetch_pieces(
 ) -> None:
     """Reads one chunk into buffers, one after the other, each hashed as soon as it is full; raises as :func:`fetch`.
 
-    Args:
-        store: Store to read from.
-        entry: A file with hashes.
-        index: Chunk's number.
-        pieces: As long, in all, as the chunk. One buffer may be there several times.
-        arrived: Called with the number of each full buffer, before the next one is filled.
+    ``pieces`` are as long, in all, as the chunk; one buffer may be there several times. ``arrived`` is called with the
+    number of each full buffer, before the next one is filled.
     """
     digest = new_hash()
 
@@ -233,17 +219,10 @@ def verify(
     indices: Iterable[int] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Compares a file in memory with its hashes.
+    """Compares a file's chunks in memory with their hashes; raises CorruptCheckpointError if one differs.
 
-    Args:
-        entry: File to verify.
-        view: Its bytes.
-        where: The file's place, for errors.
-        indices: Chunks' numbers; None for all chunks.
-        progress: Called with the bytes of each chunk that matches, from any thread.
-
-    Raises:
-        CorruptCheckpointError: A chunk differs.
+    ``indices`` selects chunks. ``where`` is the file's place, for errors. ``progress`` gets the size of each chunk that
+    matches, from any thread.
     """
     ranges = entry.chunks
 
@@ -300,12 +279,8 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 def by_chunk(entry: FileEntry, targets: Collection[tuple[int, Any]]) -> dict[int, list[tuple[int, Any]]]:
     """Returns the chunks that targets lie in, and the parts of targets in each, in the order of the file.
 
-    Args:
-        entry: The file.
-        targets: Disjoint, in any order; instead of a buffer, any object that has a length and slices as one.
-
-    Raises:
-        CorruptCheckpointError: A target reaches beyond the file.
+    The targets are disjoint, in any order; instead of a buffer, they may have any object with a length and slices.
+    Raises CorruptCheckpointError if one reaches beyond the file.
     """
     found: defaultdict[int, list[tuple[int, Any]]] = defaultdict(list)
     for offset, buffer in sorted(targets, key=lambda target: target[0]):
@@ -334,15 +309,8 @@ def read_chunk(entry: FileEntry, index: int, descriptor: int, targets: Sequence[
 
     The file is read, not mapped: page faults and the end of the mapping would take a third of the time.
 
-    Args:
-        entry: The file.
-        index: Chunk's number.
-        descriptor: The file, open.
-        targets: Pieces of this chunk that are needed, by :func:`by_chunk`.
-        where: The file's place, for errors; None if the chunk was verified before.
-
-    Raises:
-        CorruptCheckpointError: The chunk differs from its hash, or the file is short.
+    The targets lie in this chunk, see :func:`by_chunk`. ``where`` is the file's place, for errors; None if the chunk
+    was verified before. Raises CorruptCheckpointError if the chunk differs from its hash, or the file is short.
     """
     if where is None:
         for offset, buffer in targets:

@@ -166,9 +166,7 @@ _MAX_WAITING = 2
 def awaited_in(tier: MemoryTier, urgent: bool) -> set[str]:
     """Returns the saves of which no part may be removed, because they are replicated, or may become so.
 
-    Args:
-        tier: This node's memory.
-        urgent: True if room is needed: of the saves that are not being replicated yet, only the newest waits.
+    If room is urgently needed, only the newest of the saves that are not being replicated yet waits.
     """
     own, safe = tier.parts(), dict[str, str]()
     for each in sorted((*own, *tier.replicas.parts()), key=lambda each: each.save_id):

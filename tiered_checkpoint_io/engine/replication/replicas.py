@@ -104,14 +104,7 @@ class Replicas:
     """The replication of one node."""
 
     def __init__(self, root: Path, tier: MemoryTier, logger: Logger, clock: Clock) -> None:
-        """Does nothing until :meth:`look` finds a group.
-
-        Args:
-            root: The root of this node's memory.
-            tier: This node's memory, with its own parts.
-            logger: Logger to use.
-            clock: For waits.
-        """
+        """Does nothing until :meth:`look` finds a group."""
         self._root, self._tier = root, tier
         #: ``memory_keep_last``.
         self.keep_last = 1

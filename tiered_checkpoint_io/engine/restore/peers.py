@@ -129,10 +129,6 @@ def fan_out(candidate: Candidate, nodes: Sequence[str]) -> dict[str, str]:
     nodes over 7 steps, each of which is a chunk behind the one before. If a step fails, a reader takes a node that
     holds all of it.
 
-    Args:
-        candidate: The save.
-        nodes: The node of each rank.
-
     Returns:
         The first source of each node that has no copy.
     """
