@@ -185,11 +185,8 @@ class Peering:
     ) -> None:
         """Does nothing yet.
 
-        Args:
-            config: The configuration.
-            counts: Counts of ``replicated`` and ``unreplicated`` parts.
-            clock: The session's.
-            serve: Has this node's drain serve its memory.
+        Parts are counted in ``counts`` as ``replicated`` or ``unreplicated``; ``serve`` has this node's drain serve its
+        memory.
         """
         self._serve, self._config, self._counts, self._clock = serve, config, counts, clock
         #: Groups of ranks that have met, each with the store of its job.

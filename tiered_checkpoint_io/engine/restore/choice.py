@@ -243,11 +243,8 @@ def choose(
 
     A checkpoint is complete if its manifest exists, or if all its parts are seen.
 
-    Args:
-        catalog: Contents of the tiers.
-        selector: Request for a checkpoint.
-        accepts: The wanted payload: see :func:`refuse_other_kind` for other payloads. None for any.
-        replicas: True to count the mark that all parts are in the memory of other nodes, because they can be asked.
+    ``accepts`` is the wanted payload, None for any; see :func:`refuse_other_kind` for others. ``replicas`` is True to
+    count the mark that all parts are in the memory of other nodes, because they can be asked.
     """
     wanted = {target for alias, target in catalog.aliases.items() if selector.wants(alias)}
     on_durable = {

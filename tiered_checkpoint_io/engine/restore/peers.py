@@ -40,12 +40,7 @@ class Peers:
     ) -> None:
         """Asks nothing yet.
 
-        Args:
-            tiers: Tiers with the clock and the log.
-            candidate: The save.
-            endpoints: Endpoint that serves each node's memory.
-            node: This node.
-            nodes: The node of each rank that reads.
+        ``endpoints`` serve each node's memory, ``nodes`` has the node of each rank that reads, ``node`` is this one.
         """
         self._tiers, self._candidate = tiers, candidate
         self.rejected: list[str] = []

@@ -122,12 +122,8 @@ def _hold(folder: Path, kind: int) -> int | None:
 def aside_root(memory: MemoryTier, size: int = 0) -> Path:
     """Returns the root of room for a load, with a folder of slots in it.
 
-    Args:
-        memory: The node's memory.
-        size: Bytes for which the spill must have room, if known; without it, all ranks of a node get the same place.
-
-    Raises:
-        RestoreError: The root is not safe to use.
+    ``size`` is what the spill must have room for, if known; without it, all ranks of a node get the same place. Raises
+    RestoreError if the root is not safe to use.
     """
     spill = memory.open_spill()
     if spill is not None and (not size or spill.room() >= size):
@@ -161,15 +157,8 @@ class FetchedFile:
     ) -> None:
         """Maps the node's file; fetches nothing yet.
 
-        Args:
-            copies: Copies to read from; without hashes, nothing can be verified.
-            folder: A :class:`SharedFolder`'s path.
-            concurrency: Requests in flight at once, at most.
-            timeout_s: Bound of the wait for the next chunk that another rank fetches, seconds.
-            clock: For waits.
-
-        Raises:
-            MemoryFullError: No space for its table of chunks.
+        ``folder`` is a :class:`SharedFolder`'s path. ``timeout_s`` bounds the wait for the next chunk that another rank
+        fetches. Raises MemoryFullError if there is no space for the table of chunks.
         """
         entry = self.entry = copies.entry
         self._ranges = entry.chunks
