@@ -53,7 +53,7 @@ SCRIPTS = {
     "overlap": 0,
     "overlap --sharded": 0,
     "loop": 1,
-    "replication": 1,
+    "replication": LARGE,
     "recovery": 1,
     "restart": 1,
 }

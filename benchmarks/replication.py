@@ -26,7 +26,8 @@ from measure import GIB, MIB
 from running import shm_folder, two_ranks
 
 NAMES = ("ours", "gloo", "socket")
-WARM_ROUNDS = 2
+#: Slots are used in turn: so many rounds until each has been read into.
+WARM_ROUNDS = 4
 DEADLINE_S, PATIENCE_S = 200.0, 60.0
 
 
@@ -64,7 +65,7 @@ def rank_main(folder: str, mebibytes: int, rounds: int) -> None:
     def by_ours() -> None:
         deadline = time.monotonic() + PATIENCE_S
         while session._peering.pending and time.monotonic() < deadline:
-            time.sleep(0.001)
+            time.sleep(0.005)
 
     def by_gloo() -> None:
         requests = [dist.isend(mine, other), dist.irecv(theirs, other)]
