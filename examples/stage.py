@@ -77,7 +77,7 @@ class Stage:
                 os.killpg(trainer.pid, signal.SIGKILL)
             trainer.wait()
         lines = _read(report)
-        if kill_after is None and not any("digest" in line for line in lines):
+        if not any(("digest" if kill_after is None else "start") in line for line in lines):
             raise RuntimeError("the trainer failed:\n" + (self.folder / "trainer.log").read_text()[-3000:])
         start = next(line for line in lines if "start" in line)
         return {

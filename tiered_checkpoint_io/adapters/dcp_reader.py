@@ -112,7 +112,6 @@ class TieredStorageReader(OverTiers, StorageReader):
         if checkpoint_id is not None:
             self._path = checkpoint_id
         path = self._path
-        self._began = SYSTEM.monotonic()
         self.settings = self._base
         text = os.fspath(path) if path is not None else ""
         folder, is_latest = text.removesuffix(f"/{ids.LATEST}"), text in ("", ids.LATEST)
@@ -142,7 +141,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         """Chooses the checkpoint, with all ranks that load, and returns its ``.metadata``."""
         del args, options
         self._close()
-        self.error = None
+        self.error, self._began = None, SYSTEM.monotonic()
         try:
             self._metadata = self._open()
             return self._metadata
@@ -189,6 +188,7 @@ class TieredStorageReader(OverTiers, StorageReader):
             raise
         finally:
             opened.close()
+        opened.seconds = session.clock.monotonic() - self._began
         note_restore(session, opened, self._began)
         session.save_ids.follow(opened.newest_save_id)
         if opened.save_id:

@@ -203,6 +203,7 @@ class Found:
         newest_save_id: The newest save that was seen in any tier; later runs count on from there.
         tier: Tier from which this node has its bytes.
         is_durable: True if it is known to be on the durable tier; its bytes may come from memory.
+        seconds: Time to find, fetch and verify it.
     """
 
     name: str
@@ -212,6 +213,7 @@ class Found:
     newest_save_id: str | None = None
     tier: Tier = "durable"
     is_durable: bool = False
+    seconds: float = 0.0
 
     @property
     def url(self) -> str:

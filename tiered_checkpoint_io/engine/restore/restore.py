@@ -50,14 +50,12 @@ class Restored(Found):
 
     Attributes:
         path: The local file.
-        seconds: Time to find, fetch and verify it.
         bytes_read: Bytes that this process read from the durable tier.
         mapped: The file's bytes, if it is in node memory: tensors may be made of them, and writes to these never gets
             into the file. If this process has verified them there, each page is touched once.
     """
 
     path: Path
-    seconds: float = 0.0
     bytes_read: int = 0
     mapped: torch.UntypedStorage | None = field(default=None, repr=False)
     _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
