@@ -344,7 +344,7 @@ def private_folder(folder: Path) -> bool:
     elif mode & 0o007:
         problem = f"is open to others (mode {mode:04o})"
     elif mode & 0o070:
-        # Nobody else can put a link in its place: it is this user's.
+        # No other user can put a link in its place: it is this user's.
         folder.chmod(0o700)
         return True
     if problem:

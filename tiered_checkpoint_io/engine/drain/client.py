@@ -279,7 +279,7 @@ class DrainHandle:
             self.runner.start()
 
     def serve(self, address: str) -> Endpoint:
-        """Has the drain serve this node's memory, and returns the endpoint; DrainError if it does not in time."""
+        """Lets the drain serve this node's memory; returns the endpoint, or raises DrainError if that is late."""
         root, clock, timing = self._tier.root, self._clock, self._clock.timing
         deadline = clock.monotonic() + timing.serve_s
         with self._serving:
@@ -492,7 +492,7 @@ class DrainHandle:
 
     # ---------------------------------------------------------------------------------- inside
     def _looks(self, timeout_s: float) -> Iterator[float]:
-        """Has a waiting caller look at once, and whenever something has changed, until it is late.
+        """Lets a waiting caller look at once, and whenever something has changed, until it is late.
 
         Yields for how many seconds of this wait the drain has made no progress; more than any bound if an earlier wait
         ended for that, and nothing has moved since.
