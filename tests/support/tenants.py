@@ -67,16 +67,18 @@ class Watch:
         self.at = 0
         self.count = 0
         self.is_acting = False
+        self.lock = threading.RLock()
 
     def take(self, path):
-        if str(path).startswith(self.folder) and not self.is_acting:
-            self.count += 1
-            if 0 < self.at <= self.count:
-                self.is_acting = True
-                try:
-                    self.act(path)
-                finally:
-                    self.is_acting = False
+        with self.lock:
+            if str(path).startswith(self.folder) and not self.is_acting:
+                self.count += 1
+                if 0 < self.at <= self.count:
+                    self.is_acting = True
+                    try:
+                        self.act(path)
+                    finally:
+                        self.is_acting = False
 
     @contextlib.contextmanager
     def from_the(self, number):
@@ -102,6 +104,9 @@ class Watch:
             patch.setattr(os, "mkdir", making)
             patch.setattr(os, "posix_fallocate", allocating)
             yield
+        # A thread that was about to take a piece acts before this returns, or not at all.
+        with self.lock:
+            self.at = 0
 
 
 @contextlib.contextmanager
