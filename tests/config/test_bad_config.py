@@ -209,7 +209,7 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
             load(f"{io.config.dirpath}/../../x.ckpt")
     with pytest.raises(CheckpointNotFoundError, match="a.ckpt.*tiered-ckpt ls"):
         io.load_checkpoint("a.ckpt")
-    choices = "allowed: tiered:latest, tiered:last, tiered://best.*, a name, a path or a URL"
+    choices = "allowed: tiered:latest, tiered:last, a name, a path or a URL"
     for wrong in ("tiered:best", "latest"):
         with pytest.raises(CheckpointNotFoundError, match=f"'{wrong}'.*{choices}"):
             io.load_checkpoint(wrong)
@@ -232,10 +232,10 @@ def unreachable(monkeypatch):
 
 def test_unreachable_is_an_error_never_a_start_from_scratch(unreachable, memory_dir, tmp_path):
     runs = Runs(unreachable["dirpath"], memory_dir, tmp_path)
-    for name in ("tiered:latest", "tiered:last", "tiered://best?mode=min&monitor=loss", "a.ckpt"):
+    for name in ("tiered:latest", "tiered:last", "a.ckpt"):
         with failing("unavailable", match="EndpointConnectionError.*check endpoint_url and the network"):
             runs.io(**unreachable).load_checkpoint(name)
-    for ckpt_path in ("tiered:latest", "last", "best"):
+    for ckpt_path in ("tiered:latest", "last"):
         model = Model()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         callback = TieredModelCheckpoint(s3_every_n_train_steps=5, monitor="loss")

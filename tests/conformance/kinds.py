@@ -17,10 +17,9 @@ from support.supporting import build
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageReader, TieredStorageWriter, dcp
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.manifest import Metric
 
 #: Abilities of a kind; a story for another ability is skipped.
-SENTINELS, METRICS, PARTS = "tiered:last", "best", "parts"
+SENTINELS, PARTS = "tiered:last", "parts"
 SIZE = 16
 
 
@@ -54,7 +53,7 @@ class Messages(logging.Handler):
 class Job:
     """One process of a job; see the module."""
 
-    can = frozenset({SENTINELS, METRICS, PARTS})
+    can = frozenset({SENTINELS, PARTS})
 
     def __init__(self, **options):
         self.messages = Messages()
@@ -62,7 +61,7 @@ class Job:
         self.logged = {**self.options, "logger": self.messages.logger}
         self.memory_dir = Path(options["memory_dir"])
 
-    def save(self, number, name="", *, durable=True, wait=True, size=SIZE, metric=None):
+    def save(self, number, name="", *, durable=True, wait=True, size=SIZE):
         """Saves the state ``number``; by default to both tiers, and waits until it is there."""
         raise NotImplementedError
 
@@ -129,9 +128,9 @@ class Full(Job):
         super().__init__(**options)
         self.io = build(TieredCheckpointIO, **self.logged)
 
-    def save(self, number, name="", *, durable=True, wait=True, size=SIZE, metric=None):
+    def save(self, number, name="", *, durable=True, wait=True, size=SIZE):
         state = {"w": torch.full((size,), float(number)), "global_step": number, "epoch": 0}
-        options = {"tiers": ["memory", "durable"] if durable else ["memory"], "metric": metric}
+        options = {"tiers": ["memory", "durable"] if durable else ["memory"]}
         io = self.io if wait else AsyncCheckpointIO(self.io)
         io.save_checkpoint(state, name or self.name_of(number), storage_options=options)
 
@@ -159,10 +158,9 @@ class Shards(Job):
         super().__init__(**options)
         self.base = build(TieredStorageWriter, **self.logged)
 
-    def save(self, number, name="", *, durable=True, wait=True, size=SIZE, metric=None):
+    def save(self, number, name="", *, durable=True, wait=True, size=SIZE):
         state = {"w": torch.full((size,), float(number))}
         writer = build(TieredStorageWriter, **self.logged, save_to_s3=durable, wait=wait, require_step=False)
-        writer.facts = {"metric": metric and Metric(*metric)}
         save = dcp.save if wait else dcp.async_save
         save(state, checkpoint_id=name or self.name_of(number), storage_writer=writer, kind=self.kind)
 

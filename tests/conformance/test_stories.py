@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError
 
-from .kinds import KINDS, METRICS, SENTINELS, lose_memory
+from .kinds import KINDS, SENTINELS, lose_memory
 
 #: In elements: some 8 MB, for a node of 4 MiB.
 LARGE = 2_000_000
@@ -138,20 +138,6 @@ def test_an_alias_loads_by_its_name_once_it_has_landed(start, memory_dir, copy):
     job.close()
     lose_memory(memory_dir)
     assert start().load("last.ckpt") == 1
-
-
-def test_the_best_is_the_one_with_the_best_value(start, can, memory_dir):
-    can(METRICS)
-    job = start()
-    for number, value in ((1, 0.5), (2, 0.1), (3, 0.3)):
-        job.save(number, metric=("loss", value))
-    for lost in (False, True):
-        job.close()
-        if lost:
-            lose_memory(memory_dir)
-        job = start()
-        assert job.load("tiered://best?mode=min&monitor=loss") == 2
-        assert job.load("tiered://best?mode=max&monitor=loss") == 1
 
 
 # ------------------------------------------------------------------------------------ changing a name

@@ -61,7 +61,6 @@ def test_a_path_names_what_is_below_dirpath_or_is_refused(dirpath, path):
 @many
 @given(texts, texts, st.none() | st.integers())
 def test_urls_and_keys_of_any_kind_are_taken_apart_or_refused(text, other, step):
-    ids.parse_best_url(text)
     ids.step_in_name(text)
     ids.series_of(text)
     ids.name_from_manifest_key(text)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from support.as_lightning import INSTALLED, Failing, Ours, Side, Tiny, Trouble, newest, number, resume
+from support.as_lightning import INSTALLED, Failing, Ours, Side, Tiny, Trouble, newest, resume
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
 
@@ -194,19 +194,6 @@ def _(side):
     return steps
 
 
-@different('`ckpt_path="best"` in a process that has not trained', lightning="ValueError", here=["epoch=0-step=2.ckpt"])
-def _(side):
-    first = side.callback(monitor="score", every_n_train_steps=1, save_top_k=-1)
-    side.fit(first, model=Tiny((3, 1, 2)), max_steps=3)
-    model = Tiny()
-    model.on_test_start = lambda: setattr(model, "tested", number(model.layer.weight.sum()))
-    evaluates = side.trainer(side.callback(monitor="score"))
-    came = outcome(lambda: evaluates.test(model, ckpt_path="best", verbose=False))
-    return (
-        came if came != "saved" else [name for name, (_, _, weights) in side.files().items() if weights == model.tested]
-    )
-
-
 @different("a folder that is not empty", lightning="is not empty", here="")
 def _(side):
     side.train()
@@ -226,11 +213,6 @@ def _(side):
         trainer.test(trainer.lightning_module, verbose=False)
     trainer.strategy.checkpoint_io.teardown()
     return side.names()
-
-
-@different("`best_model_path` before any training", lightning="", here="tiered://best?mode=max&monitor=score")
-def _(side):
-    return side.callback(monitor="score", mode="max").best_model_path
 
 
 @different("keys of `state_dict` beyond Lightning's", lightning=[], here=["withheld"])

@@ -1,6 +1,5 @@
 """The choice of what to restore, against an oracle that tries every save on every node."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 from support.restoring import make_content, save_id
 
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
-from tiered_checkpoint_io.model.manifest import Manifest, Metric
+from tiered_checkpoint_io.model.manifest import Manifest
 
 NAMES = ["a.ckpt", "b.ckpt", "last.ckpt", "x/last-v1.ckpt", "blast.ckpt"]
 LAST = {"last.ckpt", "x/last-v1.ckpt"}
@@ -31,21 +30,6 @@ def held(name, number):
 
 
 LATEST = Selector("latest")
-
-
-def test_the_best_comes_first_and_one_without_a_value_not_at_all():
-    values = {1: 0.5, 2: math.nan, 3: 0.25, 4: None, 5: 0.25, 6: 0.75}
-    manifests = [
-        Manifest("x", replace(content("x", step), metric=None if value is None else Metric("loss", value)))
-        for step, value in values.items()
-    ]
-    manifests.append(Manifest("x", replace(content("x", 9), metric=Metric("other", 0.0))))
-
-    def order(mode):
-        return [each.content.step for each in choose(Catalog({"n": []}, manifests), Selector("best", "", "loss", mode))]
-
-    assert order("min") == [3, 5, 1, 6, 2]
-    assert order("max") == [6, 1, 3, 5, 2]
 
 
 def test_the_last_may_be_weights_alone_where_there_is_no_other():

@@ -114,7 +114,7 @@ DEFECTS = [
     (
         "a restart takes what training can't resume from",
         "engine/restore/choice.py",
-        'return content.resumable or self.kind in ("name", "best")',
+        'return content.resumable or self.kind == "name"',
         "return True",
     ),
     (

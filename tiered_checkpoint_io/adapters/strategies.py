@@ -37,7 +37,7 @@ from tiered_checkpoint_io.adapters.lightning import (
     require_tiered_io,
 )
 from tiered_checkpoint_io.adapters.optimizers import by_name, optimizer_state, set_optimizer_state, take_full
-from tiered_checkpoint_io.engine.checkpointer import no_best, nothing_to_resume
+from tiered_checkpoint_io.engine.checkpointer import nothing_to_resume
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored
@@ -420,11 +420,9 @@ class TieredSharding(_Base):
             if error.reason != "other_kind":
                 raise
             return self._load_full(path, weights_only, error.rejected)
-        except CheckpointNotFoundError as error:
+        except CheckpointNotFoundError:
             if selector.kind == "name":
                 return self._load_full(path, weights_only)
-            if selector.kind == "best":
-                raise no_best(selector, dirpath) from error
             self._tiered_io.found_nothing = True
             engine.session.log.info("%s", nothing_to_resume(selector, dirpath))
             return FreshStart(dirpath)

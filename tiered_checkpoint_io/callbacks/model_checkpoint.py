@@ -92,8 +92,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint whose own checkpoints are durable, with cheap memory steps in between.
 
     All that ModelCheckpoint does (monitor, top-k, save_last, triggers, on_exception) holds for the durable tier. Memory
-    steps are never in the top-k, and hold the whole training state even with ``save_weights_only``. Until a run begins,
-    ``best_model_path`` is a URL that loads the best existing checkpoint.
+    steps are never in the top-k, and hold the whole training state even with ``save_weights_only``.
 
     A checkpoint is deleted only once its replacement is on the durable tier. A delete names the newest save, and the
     drain deletes once this save is committed. If a save is given up, the old checkpoint stays: one too many, which
@@ -195,7 +194,6 @@ class TieredModelCheckpoint(ModelCheckpoint):
         self._asks_from = self._polled = 0.0
         #: True if something became durable since the loggers were notified.
         self._has_news = False
-        self._promise_best()
 
     @classmethod
     def from_config(cls, block: Any, **overrides: Any) -> TieredModelCheckpoint:
@@ -246,15 +244,8 @@ class TieredModelCheckpoint(ModelCheckpoint):
             # The same step may be another state now.
             self._last_memory_step, self._last_checkpoint_saved, self._durable_save, self._landed = -1, "", None, None
         self._io, self._asks_from = io, 0.0
-        if stage == "fit" and ids.parse_best_url(self.best_model_path) is not None:
-            self.best_model_path = ""
         # Not upstream's setup: it lists that folder, which is remote, and holds many checkpoints by design.
         self.dirpath = dirpath
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)
-        if stage != "fit":
-            self._promise_best()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -491,10 +482,6 @@ class TieredModelCheckpoint(ModelCheckpoint):
     def _shows(self, path: str) -> bool:
         """Returns True if the callback names a path; quick even for many names."""
         return path in self.best_k_models or path in (self.best_model_path, self.last_model_path)
-
-    def _promise_best(self) -> None:
-        # In a process that has not trained, ckpt_path="best" finds saves of earlier ones.
-        self.best_model_path = self.best_model_path or ids.best_url(self.monitor, self.mode)
 
     def _save(
         self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.saver import FullSaver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, TieredCheckpointError
+from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, names_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
@@ -78,16 +78,6 @@ def nothing_to_resume(selector: Selector, dirpath: str) -> str:
     """Returns the text for a sentinel that finds nothing; weights-only checkpoints may exist."""
     which = " that is named last" if selector.kind == "last" else ""
     return f"no checkpoint{which} to resume from at {dirpath}"
-
-
-def no_best(selector: Selector, dirpath: str) -> CheckpointNotFoundError:
-    """Returns the error if no checkpoint has the monitored value."""
-    return CheckpointNotFoundError(
-        f"no checkpoint at {dirpath} tells a value of {selector.monitor!r}",
-        operation="load",
-        key=dirpath,
-        hint="see `tiered-ckpt ls` for those that exist",
-    )
 
 
 def plain_checkpoints(entries: Iterable[str]) -> list[str]:
@@ -275,8 +265,7 @@ class Checkpointer:
         """Loads a full checkpoint; while torch.distributed is initialised, every rank has to call this.
 
         Args:
-            path: ``tiered:latest``, ``tiered:last``, ``tiered://best?mode=min&monitor=loss``, a name, or a
-                path or URL, also outside dirpath.
+            path: ``tiered:latest``, ``tiered:last``, a name, or a path or URL, also outside dirpath.
             map_location: As ``torch.load`` takes it.
             weights_only: As ``torch.load`` takes it.
 
@@ -318,8 +307,6 @@ class Checkpointer:
 
         group = coordination.current_group(self.session.clock)
         found = restore(ready, group, read, rejected)
-        if found is None and selector.kind == "best":
-            raise no_best(selector, dirpath)
         if found is None:
             self.session.log.info("%s", nothing_to_resume(selector, dirpath))
             if group.rank == 0:
@@ -362,12 +349,6 @@ class Checkpointer:
             return self.dirpath, Selector("latest")
         if text in (ids.LAST, ids.LAST_URL):
             return self.dirpath, Selector("last", also=self.also_last)
-        best = ids.parse_best_url(text)
-        if best is not None:
-            monitor, mode = best
-            # Without a monitor the newest is the best, as upstream has it.
-            kind: Literal["best", "latest"] = "best" if monitor else "latest"
-            return self.dirpath, Selector(kind, monitor=monitor, mode=mode)
         if ids.url_scheme(text) == ids.SENTINELS:
             raise ConfigError(f"{text!r} stands for no checkpoint", hint=f"allowed: {ids.LOADABLE}")
         try:

@@ -13,8 +13,7 @@ import os
 import re
 from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
-from typing import Literal, NamedTuple
-from urllib.parse import parse_qsl, urlencode
+from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import ConfigError, holds_secrets
@@ -113,10 +112,8 @@ LATEST = "tiered:latest"
 LAST = "tiered:last"
 #: The same as a URL: Lightning asks the file system of the path that it resolves "last" to.
 LAST_URL = "tiered://last"
-#: The checkpoint whose monitored value is the best: ``tiered://best?mode=min&monitor=val_loss``.
-_BEST_URL = "tiered://best"
 #: Values that a load takes, for its errors.
-LOADABLE = f"{LATEST}, {LAST}, {_BEST_URL}?mode=min&monitor=val_loss, a name, a path or a URL"
+LOADABLE = f"{LATEST}, {LAST}, a name, a path or a URL"
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)\Z", re.DOTALL)
 #: ``Path("s3://bucket/key")`` has lost a slash when it becomes text again.
@@ -282,23 +279,6 @@ def at_home(path: str) -> str:
 def join_url(dirpath: str, name: str) -> str:
     """Returns the full path of a checkpoint, as Lightning shows it in ``best_model_path``."""
     return f"{dirpath.rstrip('/')}/{name}" if not dirpath.endswith("://") else dirpath + name
-
-
-# -------------------------------------------------------------------------------------- sentinels
-def best_url(monitor: str | None, mode: str) -> str:
-    """Returns the URL that loads the checkpoint whose ``monitor`` is the best; ``mode`` is ``min`` or ``max``."""
-    return f"{_BEST_URL}?{urlencode({'mode': mode, 'monitor': monitor or ''})}"
-
-
-def parse_best_url(text: str) -> tuple[str, Literal["min", "max"]] | None:
-    """Returns the monitor and the mode of a :func:`best_url`, or raises ConfigError; None for any other text."""
-    head, _, query = text.partition("?")
-    if head != _BEST_URL:
-        return None
-    facts = dict(parse_qsl(query, keep_blank_values=True))
-    if set(facts) != {"mode", "monitor"} or facts["mode"] not in ("min", "max"):
-        raise ConfigError(f"not a sentinel: {text!r}", hint="it must look like tiered://best?mode=min&monitor=loss")
-    return facts["monitor"], "max" if facts["mode"] == "max" else "min"
 
 
 #: The prefix of all our objects on the durable tier, besides the checkpoints themselves.

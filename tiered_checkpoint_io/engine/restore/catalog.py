@@ -187,12 +187,8 @@ def discover(
                 wanted = {each[form] for each in (newest, newest_there) for form in forms}
                 _read(store, sorted(wanted - set(found.rest[:_BATCH])), folders)
                 found.manifests += folders.manifests
-        while True:
-            batch, found.rest = found.rest[:_BATCH], found.rest[_BATCH:]
-            _read(store, batch, found)
-            # Names do not contain the monitored value.
-            if selector.kind != "best" or not found.rest:
-                break
+        batch, found.rest = found.rest[:_BATCH], found.rest[_BATCH:]
+        _read(store, batch, found)
         _leave_out_gone(store, selector, found)
         return found
     except TieredCheckpointError as error:
@@ -206,7 +202,7 @@ def discover(
 def _leave_out_gone(store: Store, selector: Selector, found: DurableCatalog) -> None:
     """Leaves out the newest manifests of which files are not there any more, by one list each; memory may have them."""
     by_id = {each.content.save_id: each for each in found.manifests if not each.alias_of}
-    order = selector.in_order(each.content for each in by_id.values()) if selector.kind != "best" else ()
+    order = selector.in_order(each.content for each in by_id.values())
     for manifest in itertools.takewhile(functools.partial(is_gone, store), (by_id[each.save_id] for each in order)):
         found.manifests.remove(manifest)
         found.gone.add(manifest.name)

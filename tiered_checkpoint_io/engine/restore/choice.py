@@ -6,7 +6,6 @@ one module of the engine that reads it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -31,21 +30,16 @@ class Selector:
 
     Attributes:
         kind: ``latest``: the newest checkpoint that training can resume from; ``last``: the newest resumable one that
-            is called "last", or if all of these are weights-only, the newest of them; ``name``: the newest of one name;
-            ``best``: the one with the best monitored value.
+            is called "last", or if all of these are weights-only, the newest of them; ``name``: the newest of one name.
         name: For ``name``.
-        monitor: For ``best``: name of the monitored value.
-        mode: For ``best``: "min" or "max".
         step: For ``latest``: only checkpoints of this training step, if given.
         also: For ``last``: further names that count as "last".
         folder: For ``latest``: only names in this folder, as :func:`ids.folder_of` gives it; None for any. Process
             groups, or averaged weights, may be saved in folders of their own.
     """
 
-    kind: Literal["latest", "last", "name", "best"]
+    kind: Literal["latest", "last", "name"]
     name: str = ""
-    monitor: str = ""
-    mode: Literal["min", "max"] = "min"
     step: int | None = None
     also: frozenset[str] = frozenset()
     folder: str | None = None
@@ -62,34 +56,25 @@ class Selector:
             return False
         if self.folder not in (None, ONE_FOLDER, ids.folder_of(name)):
             return False
-        if self.kind in ("latest", "best"):
+        if self.kind == "latest":
             return True
         if self.kind == "last":
             return ids.is_last(name) or name in self.also
         return name == self.name
 
     def takes(self, content: Content) -> bool:
-        """Returns True if the content serves: a request by name or value may be for an evaluation, not to resume."""
-        return content.resumable or self.kind in ("name", "best")
+        """Returns True if the content serves: a request by name may be for an evaluation, not to resume."""
+        return content.resumable or self.kind == "name"
 
     def in_order(self, contents: Iterable[Content]) -> list[Content]:
-        """Returns the wanted candidates in the order to try: the best first, or the latest."""
+        """Returns the wanted candidates in the order to try: the latest first."""
         there = list(contents)
         wanted = [each for each in there if self.takes(each)]
         if self.kind == "last" and not wanted:
             # Weights only, for an evaluation. Resuming from them is refused, as by their name.
             wanted = there
         wanted = [each for each in wanted if self.step in (None, each.step)]
-        latest = sorted(wanted, key=lambda each: each.order, reverse=True)
-        if self.kind != "best":
-            return latest
-        # Here, too, a save comes before its copies.
-        earliest = sorted(latest, key=lambda each: (each.order[0], bool(each.copy_of)))
-        rated = [(each.metric.value, each) for each in earliest if each.metric and each.metric.monitor == self.monitor]
-        # Of equal values the earliest, as ModelCheckpoint has it: the sort is stable. NaN is the worst.
-        sign = 1 if self.mode == "min" else -1
-        ordered = sorted(rated, key=lambda pair: math.inf if math.isnan(pair[0]) else sign * pair[0])
-        return [content for _, content in ordered]
+        return sorted(wanted, key=lambda each: each.order, reverse=True)
 
 
 @dataclass(frozen=True, slots=True)

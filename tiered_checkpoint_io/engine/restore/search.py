@@ -287,7 +287,7 @@ class Search:
             raise_first(each.newer for each in nodes)
         if not self._untried(self._catalog()):
             raise_first(Elsewhere(each.elsewhere) for each in nodes if each.elsewhere is not None)
-        known, is_there, listed = DurableCatalog(), self.selector.kind not in ("latest", "last"), None
+        known, is_there, listed = DurableCatalog(), self.selector.kind == "name", None
         for known in self._durable():
             if known.listed is not None:
                 listed = known.listed
