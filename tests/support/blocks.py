@@ -24,7 +24,7 @@ REPLACED = {
     'backend="nccl"': 'backend="gloo"',
     "torch.cuda.set_device(dist.get_rank())": "pass",
     ".cuda()": "",
-    "device_ids=[dist.get_rank()]": "process_group=dist.new_group()",
+    "device_ids=[dist.get_rank()]": "process_group=group_of_ddp()",
     # Placeholders.
     "<num_of_distributed_processes>": "dist.get_world_size()",
     "[s3_uri]": "s3_uri",
@@ -44,6 +44,21 @@ REPLACED = {
 }
 
 
+_groups = []
+
+
+def group_of_ddp():
+    """Returns a group that outlives the block.
+
+    Freed by the block, while gloo's thread lets go of the last gradients, it waits for that thread, which waits for the
+    interpreter's lock.
+    """
+    import torch.distributed as dist
+
+    _groups.append(dist.new_group())
+    return _groups[-1]
+
+
 def blocks(document):
     """Returns the blocks of a document by their names."""
     text = (FOLDER / f"{document}.txt").read_text()
@@ -55,6 +70,7 @@ def run(document, name, namespace, places):
     text = textwrap.dedent(blocks(document)[name])
     for old, new in {**REPLACED, **places}.items():
         text = text.replace(old, new)
+    namespace["group_of_ddp"] = group_of_ddp
     exec(compile(text, f"{document}: {name}", "exec"), namespace)
 
 
