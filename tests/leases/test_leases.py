@@ -22,11 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.durable.lease import holder_of
-from tiered_checkpoint_io.engine.leasing import LeaseKeeper, NamespaceLock, owner_of_process
+from tiered_checkpoint_io.engine.leasing import LeaseKeeper, NamespaceLock
 from tiered_checkpoint_io.engine.ranks import run
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory import node
-from tiered_checkpoint_io.memory.node import JOB_VARIABLES, Identity, are_one
+from tiered_checkpoint_io.memory.node import Identity
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.ids import LEASE_KEY
 from tiered_checkpoint_io.stores import open_store
@@ -198,8 +198,8 @@ def test_a_run_whose_process_is_hidden_is_judged_by_its_answers_and_a_dead_one_a
 
 
 def test_processes_of_one_launch_do_not_take_each_other_for_another_run(place):
-    """Two sessions of one launch, or two processes of which one began the other, for a day; then another run comes."""
-    first, second = place.keeper("launch"), place.keeper("launch/child")
+    """Two sessions of one launch, or two of its ranks, for a day; then another run comes."""
+    first, second = place.keeper("launch"), place.keeper("launch", here=Identity("another", os.getpid(), 1))
     place.advance(60)
     met = first.met, second.met
     assert met == (1, 0), "each has to follow what the other has saved"
@@ -281,15 +281,11 @@ ANOTHER_JOB = "ConfigError: another live job keeps its checkpoints in this node'
 
 
 TASK = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
-#: Environment that two jobs share: nothing, a shell's own word, or tasks of Slurm that train each for itself.
-SHARED = [
-    [{}, {}],
-    [{"TIERED_CHECKPOINT_OWNER": "a/b"}, {"TIERED_CHECKPOINT_OWNER": "a/b"}],
-    [{**TASK, "SLURM_PROCID": "0"}, {**TASK, "SLURM_PROCID": "1"}],
-]
+#: Environment that two jobs share: nothing, or tasks of Slurm that train each for itself.
+SHARED = [[{}, {}], [{**TASK, "SLURM_PROCID": "0"}, {**TASK, "SLURM_PROCID": "1"}]]
 
 
-@pytest.mark.parametrize("environments", SHARED, ids=["nothing", "shell", "Slurm"])
+@pytest.mark.parametrize("environments", SHARED, ids=["nothing", "Slurm"])
 def test_jobs_are_two_whatever_they_share_though_they_upload_nothing(job, tmp_path, environments):
     first, second = (job(str(tmp_path), env=env) for env in environments)
     assert first.do("keep a.ckpt") == "ok"
@@ -307,47 +303,6 @@ def test_ranks_of_a_launch_are_one_before_they_know_each_other(name, job, tmp_pa
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "SLURM_NTASKS": "2"}
     ranks = [job(str(tmp_path), env={name: str(rank), **meet}) for rank in range(2)]
     assert [each.do(f"save {number}.ckpt") for number, each in enumerate(ranks)] == ["ok", "ok"]
-
-
-def owner_in(environment):
-    """Returns the owner of a new process with an environment, and the environment that it hands on."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        os.environ.clear()
-        os.environ.update(environment)
-        os.write(write, json.dumps([owner_of_process(SYSTEM), dict(os.environ)]).encode())
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    found = json.loads(os.read(read, 1 << 20))
-    os.close(read)
-    os.close(write)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "one"),
-    [
-        pytest.param({}, {}, True, id="no-scheduler"),
-        pytest.param({"SLURM_JOB_ID": "1"}, {"SLURM_JOB_ID": ""}, True, id="variables-stripped"),
-        pytest.param({"SLURM_JOB_ID": ""}, {"SLURM_JOB_ID": "2"}, False, id="sbatch-from-a-login-node"),
-        pytest.param({"PBS_JOBID": "12[1].host"}, {"PBS_JOBID": "13[1].host"}, False, id="qsub-of-an-array"),
-        pytest.param({"LSB_JOBID": "5", "LSB_JOBINDEX": "1"}, {"LSB_JOBID": "5"}, True, id="lsf-child"),
-    ],
-)
-def test_an_owner_is_handed_on_within_a_job_only(first, second, one):
-    unwanted = ("TIERED_CHECKPOINT_OWNER", "TIERED_CHECKPOINT_OWNER_JOB", *JOB_VARIABLES)
-    clean = {name: value for name, value in os.environ.items() if name not in unwanted}
-    before, environment = owner_in(clean | first)
-    after, environment = owner_in(environment | second)
-    assert are_one(before, after) == one
-    child, _ = owner_in(environment)
-    assert are_one(after, child)
-    assert are_one(before, child) == one
-    assert not are_one(child, owner_in(environment)[0]), "two that one process starts are two"
-    # The scheduler starts a job that is requeued again with what it was submitted with.
-    again, _ = owner_in(environment | second | {"SLURM_JOB_ID": "9"})
-    assert not are_one(after, again)
 
 
 @pytest.mark.parametrize(

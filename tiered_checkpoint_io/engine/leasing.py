@@ -38,10 +38,7 @@ from tiered_checkpoint_io.errors import ConfigError, StoreError, TieredCheckpoin
 from tiered_checkpoint_io.logs import Logger, size_text
 from tiered_checkpoint_io.memory.node import (
     Identity,
-    are_one,
-    is_another_job,
     is_lost,
-    job_of,
     release,
     share,
     try_lock,
@@ -148,7 +145,7 @@ class LeaseKeeper:
         is_free = not self._seen or (lease is not None and not lease.owner)
         if is_free or (lease is None and self.is_held):
             self._take(store, lease, tag)
-        elif lease is not None and are_one(lease.owner, self.owner):
+        elif lease is not None and lease.owner == self.owner:
             self._join(store, lease, tag)
         elif self.is_held and lease is not None:
             self._refuse(f"{lease.who} took over while this run did not answer")
@@ -156,7 +153,7 @@ class LeaseKeeper:
             has_answered = before is not None and self._seen != before
             if lease is not None:
                 # Another run that asks changes the lease, too. Any process of the launch answers.
-                has_answered = last is not None and are_one(last.owner, lease.owner) and last.asker > lease.asker == ""
+                has_answered = last is not None and last.owner == lease.owner and last.asker > lease.asker == ""
             self._judge(store, lease, tag, has_answered=has_answered, quiet_s=now - self._since)
         return self._timing.lease_beat_s if self.is_held else min(self._timing.lease_poll_s, self._timing.lease_beat_s)
 
@@ -210,7 +207,7 @@ class LeaseKeeper:
     def other_that_may_live(self) -> str:
         """Returns the holder, for people, if it is another launch and may be alive; empty if there is none."""
         other = holder_of(self._open())
-        if other is None or are_one(other.owner, self.owner):
+        if other is None or other.owner == self.owner:
             return ""
         return "" if other.process.is_alive(self._mine.process.machine) is False else other.who
 
@@ -277,7 +274,7 @@ class NamespaceLock:
                     share(held)
             other = _facts(root)
             # A damaged file names no job.
-            if held is None or (other and not are_one(mine["owner"], str(other.get("owner")))):
+            if held is None or (other and other.get("owner") != mine["owner"]):
                 return other
             given_back.pop_all()
         self._held = held
@@ -369,35 +366,18 @@ def _is_needed(tier: MemoryTier) -> bool:
     return bool(queue.look(tier) or tier.unreadable() or only_here(tier.held(), there))
 
 
-#: Number of processes, each started by the one before, that are known to belong together.
-_ANCESTORS = 32
-#: Variable with a process's owner, so that child processes know that they belong to it.
-_OWNER_VARIABLE = "TIERED_CHECKPOINT_OWNER"
-#: Variable with that owner's job of the scheduler: a submitted job inherits its environment, but is another run.
-_JOB_VARIABLE = "TIERED_CHECKPOINT_OWNER_JOB"
 #: The owner of a process, by its id: a forked child has its parent's memory, but is another process.
 _owners: dict[int, str] = {}
 
 
 def owner_of_process(clock: Clock) -> str:
-    """Returns this process's launch: a name of its own, after those of the processes that started it.
-
-    Names of another job of the scheduler, which submitted this one, are left out. All ranks of one start have the same,
-    by the store of torch.distributed. See :func:`node.are_one`.
+    """Returns this process's launch: all ranks of one start have the same, by the store of torch.distributed.
 
     Raises:
         ConfigError: The store does not answer.
     """
     pid = os.getpid()
-    job, recorded = job_of(os.environ), os.environ.get(_JOB_VARIABLE)
-    is_submitted = recorded is not None and is_another_job(job, recorded)
-    if pid not in _owners:
-        inherited = "" if is_submitted else os.environ.get(_OWNER_VARIABLE, "")
-        line = [*filter(None, inherited.split("/")), clock.token(8)]
-        _owners[pid] = "/".join(line[-_ANCESTORS:])
-    _owners[pid] = os.environ[_OWNER_VARIABLE] = current_run().first("owner", _owners[pid])
-    if recorded is None or is_submitted:
-        os.environ[_JOB_VARIABLE] = job
+    _owners[pid] = current_run().first("owner", _owners.get(pid) or clock.token(8))
     return _owners[pid]
 
 

@@ -41,7 +41,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import Logger, of_step, rate
-from tiered_checkpoint_io.memory.node import MemoryFullError, are_one
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -237,7 +237,7 @@ class Executor:
         policies = policies_from(self.stores.config.retention)
         survey = self._survey(operation.place)
         other = holder_of(store)
-        if other is not None and not are_one(other.owner, operation.name.removeprefix(RETENTION)):
+        if other is not None and other.owner != operation.name.removeprefix(RETENTION):
             text = f"{other.who} holds the lease of {operation.dirpath}, and removes what its own policies do not keep"
             return "skipped", text
         queued = [each for each in operations if each.place == operation.place and each.action in NAMING]

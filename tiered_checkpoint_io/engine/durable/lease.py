@@ -18,7 +18,7 @@ class Lease:
     """Content of the lease.
 
     Attributes:
-        owner: The launch that holds it, see :func:`node.are_one`; empty if it is free.
+        owner: The launch that holds it; empty if it is free.
         token: The process of that launch that wrote it.
         generation: Number of holders so far.
         asker: Token of a process that asks for an answer; empty for none.
