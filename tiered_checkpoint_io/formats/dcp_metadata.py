@@ -1,25 +1,22 @@
 """Reads the file ``.metadata`` of torch.distributed.checkpoint.
 
-The file is a pickle. Upstream unpickles any content. Here the parser of :mod:`.safe_pickle` reads it, and the rules
-below make only the classes that DCP itself writes.
+The file is a pickle. Upstream unpickles any content. Here the parser of :mod:`.safe_pickle` reads it, with the classes
+that DCP itself writes named as a user names others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError
 from tiered_checkpoint_io.formats import safe_pickle, safe_values
-from tiered_checkpoint_io.formats.safe_pickle import LEAVES, Allowed, Call, Converter, RefusedError, Rule
+from tiered_checkpoint_io.formats.safe_pickle import Allowed, Call, Converter, RefusedError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA
-
-_ENCODING = metadata._MEM_FORMAT_ENCODING
 
 
 @dataclass
@@ -31,72 +28,25 @@ class _SageMakerInfo:
     length: int
 
 
-def _record(cls: type) -> Rule:
-    """Returns the maker of a class that consists of attributes."""
-    methods = {name for name in dir(cls) if callable(getattr(cls, name))}
-
-    def rule(call: Call, convert: Converter) -> Any:
-        made: Any = object.__new__(cls)
-        call.value = made
-        ((kind, state),) = call.steps or (("build", {}),)
-        if call.args or kind != "build" or type(state) is not dict or not methods.isdisjoint(state):
-            raise RefusedError(f"a {cls.__name__} is not as it is saved")
-        made.__dict__.update({name: each if type(each) in LEAVES else convert(each) for name, each in state.items()})
-        return made
-
-    return rule
-
-
-_any_index = _record(metadata.MetadataIndex)
-
-
-def _index(call: Call, convert: Converter) -> metadata.MetadataIndex:
-    """Makes a key of ``storage_data``: its hash must not lead further."""
-    made: metadata.MetadataIndex = _any_index(call, convert)
-    kinds = (type(made.fqn), type(made.offset), type(made.index))
-    if kinds[0] is not str or kinds[1] not in (torch.Size, type(None)) or kinds[2] not in (int, type(None)):
-        raise RefusedError("a MetadataIndex is not as it is saved")
-    return made
-
-
-def _properties(call: Call, convert: Converter) -> metadata.TensorProperties:
-    ((kind, content),) = call.steps
-    state = convert(content)
-    kinds = (torch.dtype, torch.layout, bool, _ENCODING, bool)
-    is_known = kind == "build" and not call.args and type(state) is tuple and len(state) == len(kinds)
-    if not is_known or not all(isinstance(each, of) for each, of in zip(state, kinds, strict=True)):
-        raise RefusedError("a TensorProperties is not as it is saved")
-    made: Any = object.__new__(metadata.TensorProperties)
-    made.__setstate__(state)
-    return made  # type: ignore[no-any-return]
-
-
-#: The paths name the folder that the checkpoint was written to.
-_SHARED = ("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath")
-_RULES: Mapping[str, Rule] = {
-    **{
-        f"{metadata.__name__}.{cls.__name__}": _record(cls)
-        for cls in (
-            metadata.BytesStorageMetadata,
-            metadata.ChunkStorageMetadata,
-            metadata.Metadata,
-            metadata.StorageMeta,
-            metadata.TensorStorageMetadata,
-        )
-    },
-    f"{metadata.__name__}.MetadataIndex": _index,
-    f"{metadata.__name__}.TensorProperties": _properties,
-    f"{metadata.__name__}.{_ENCODING.__name__}": safe_pickle.made_of(int),
-    f"{filesystem.__name__}._StorageInfo": _record(filesystem._StorageInfo),
-    "collections.OrderedDict": safe_values.mapping,
-    **{name: safe_values.RULES[name] for name in _SHARED},
+_INDEX = f"{metadata.__name__}.MetadataIndex"
+_CLASSES = {
+    f"{cls.__module__}.{cls.__name__}": cls
+    for cls in (
+        *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata, metadata.MetadataIndex),
+        *(metadata.StorageMeta, metadata.TensorProperties, metadata.TensorStorageMetadata),
+        *(metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo),
+    )
 }
 _OF_SAGEMAKER = "amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info._SageMakerStorageInfo"
 
 
-def _dtype(name: str) -> torch.dtype | None:
-    found = safe_values.value(name)
-    return found if isinstance(found, torch.dtype) else None
+def _index(call: Call, convert: Converter) -> metadata.MetadataIndex:
+    """Makes a key of ``storage_data``: its hash must not lead further."""
+    made: metadata.MetadataIndex = convert.by_user(call)
+    kinds = (type(made.fqn), type(made.offset), type(made.index))
+    if kinds[0] is not str or kinds[1] not in (torch.Size, type(None)) or kinds[2] not in (int, type(None)):
+        raise RefusedError("a MetadataIndex is not as it is saved")
+    return made
 
 
 def parse_metadata(
@@ -114,9 +64,10 @@ def parse_metadata(
         CorruptCheckpointError: The file is not of DCP's format, or names files outside of its folder.
     """
     try:
-        others = {} if shard_name is None else {_OF_SAGEMAKER: _record(_SageMakerInfo)}
-        rules = Allowed({**_RULES, **others}, _dtype, lambda each: type(each) is metadata.MetadataIndex)
-        found = safe_pickle.load(bytes(data), rules)
+        others = {} if shard_name is None else {_OF_SAGEMAKER: _SageMakerInfo}
+        rules = {**safe_values.RULES, _INDEX: _index}
+        allowed = Allowed(rules, safe_values.value, lambda _: False, {**_CLASSES, **others})
+        found = safe_pickle.load(bytes(data), allowed)
         if not isinstance(found, metadata.Metadata):
             raise TypeError(f"it holds a {type(found).__name__}")
         if shard_name is not None:

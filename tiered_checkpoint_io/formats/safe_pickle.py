@@ -263,12 +263,7 @@ class _Parser:
 def checked_key(key: Any) -> Any:
     """Returns a key whose hash takes a bounded time and depth: Python hashes nested tuples by recursion."""
     if type(key) in (tuple, frozenset):
-        elements = [key]
-        for each in elements:
-            if type(each) in (tuple, frozenset):
-                elements.extend(each)
-            if len(elements) > _MOST_IN_KEY:
-                raise RefusedError("a key in it is too large")
+        list(_elements(key, tuple, frozenset, most=_MOST_IN_KEY))
     return key
 
 
@@ -379,13 +374,13 @@ class Allowed:
         return sorted({name for name in names if name not in self.rules and self.value(name) is None})
 
 
-def _elements(value: Any, *containers: type) -> Iterator[Any]:
+def _elements(value: Any, *containers: type, most: int = _MOST_ELEMENTS) -> Iterator[Any]:
     """Yields the parts of a value that are neither numbers nor text nor one of some containers."""
     todo = [value]
     for each in todo:
         if type(each) in containers:
             todo.extend((*each, *each.values()) if type(each) is dict else each)
-            if len(todo) > _MOST_ELEMENTS:
+            if len(todo) > most:
                 raise RefusedError("a value in it is too large")
         elif type(each) not in LEAVES:
             yield each
@@ -423,7 +418,7 @@ class Converter:
             return raw
         if kind is dict:
             self._done[id(raw)] = (raw, raw)
-            if all(type(key) is str for key in raw):
+            if {*map(type, raw)} <= {str}:
                 for key, each in raw.items():
                     if type(each) not in LEAVES:
                         raw[key] = self(each)
@@ -483,10 +478,10 @@ class Converter:
         rule = self.allowed.rules.get(call.name) if call.kind != "attribute" else None
         if rule is not None and call.options:
             raise RefusedError(f"it calls {call.name} with options")
-        call.value = self._by_user(call) if rule is None else rule(call, self)
+        call.value = self.by_user(call) if rule is None else rule(call, self)
         return call.value
 
-    def _by_user(self, call: Call) -> Any:
+    def by_user(self, call: Call) -> Any:
         """Makes the object of a user's class or function: by the code of the user, as pickle does it."""
         what = self.allowed.named.get(call.name)
         if what is None:
@@ -495,7 +490,7 @@ class Converter:
             return getattr(self(call.args[0]), call.args[1])
         if call.kind == "new" and not isinstance(what, type):
             raise RefusedError(f"it makes an object of {call.name}, which is no class")
-        args, options = self(call.args), self(call.options) or {}
+        args, options = self(call.args) if call.args else (), self(call.options) if call.options else {}
         made = what.__new__(what, *args, **options) if call.kind == "new" else what(*args, **options)
         call.value = made
         if call.steps and isinstance(made, _NOT_FILLED):

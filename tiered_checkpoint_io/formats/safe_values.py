@@ -46,34 +46,11 @@ from tiered_checkpoint_io.formats.safe_pickle import (
     steps,
 )
 
-_SCALARS = tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
 #: Modules and builtins that no list can allow: they can do anything. The first four are torch's.
 _BLOCKED = ("sys", "os", "posix", "nt", "subprocess", "importlib", "runpy", "pty", "ctypes", "pickle", "_pickle")
 _BLOCKED_BUILTINS = ("__import__", "breakpoint", "compile", "eval", "exec", "getattr", "input", "open", "setattr")
 _NATIVE = "<" if sys.byteorder == "little" else ">"
-#: Types that may be values: a factory, the type of a node, a dtype. A call of one with any arguments makes only data.
-_TYPES: dict[str, tuple[str, ...]] = {
-    "builtins": (
-        *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set"),
-        *("slice", "str", "tuple"),
-    ),
-    "collections": ("Counter", "OrderedDict", "defaultdict", "deque"),
-    "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"),
-    "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
-    "decimal": ("Decimal",),
-    "fractions": ("Fraction",),
-    "uuid": ("UUID",),
-    "typing": ("Any",),
-    # Lightning notes the class of hyperparameters together with them.
-    "omegaconf.dictconfig": ("DictConfig",),
-    "omegaconf.listconfig": ("ListConfig",),
-    "numpy": (
-        *("bool", "bool_", "complex128", "complex64", "datetime64", "float16", "float32", "float64", "bytes_", "str_"),
-        *("timedelta64", *_SCALARS),
-    ),
-    "torch": ("Tensor", "Size", "device"),
-    "torch.nn.parameter": ("Parameter",),
-}
+_PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
 #: Classes whose objects are attributes only.
 _RECORDS: dict[str, tuple[str, ...]] = {
     "argparse": ("Namespace",),
@@ -99,10 +76,14 @@ _CONFIGS = (
 # --------------------------------------------------------------------------------------------- types
 @functools.lru_cache(maxsize=256)
 def value(name: str) -> Any:
-    """Returns the type, dtype or quantization scheme of a name; None if it is none of these."""
+    """Returns the type, dtype or quantization scheme of a name; None if it is none of these.
+
+    A type may be a factory, or that of a node: a call of it with any arguments makes only data.
+    """
     module, _, attribute = name.rpartition(".")
-    if attribute in _TYPES.get(module, ()):
-        return imported(name)
+    if name in _TYPES or RULES.get(name, only_named) is not only_named:
+        found = imported(name)
+        return found if isinstance(found, type) or name == "typing.Any" else None
     found = vars(torch).get(attribute) if module == "torch" else None
     return found if isinstance(found, torch.dtype | torch.qscheme) else None
 
@@ -148,20 +129,10 @@ def _deque(call: Call, convert: Converter) -> Any:
     return made
 
 
-def _bytes(call: Call, convert: Converter) -> bytes:
-    args = plain_arguments(call, convert, str)
-    if call.name == "builtins.bytes":
-        expect(not args, call.name)
-        return b""
-    text, encoding = args
-    expect(encoding in ("latin1", "latin-1"), call.name)
-    return bytes(text, "latin-1")
-
-
-def _byte_array(call: Call, convert: Converter) -> bytearray:
+def _bytes(call: Call, convert: Converter) -> bytes | bytearray:
     args = plain_arguments(call, convert, bytes, str)
-    expect(not args or type(args[0]) is bytes or args[1:] == ("latin-1",), call.name)
-    return bytearray(*args)
+    expect(not args or type(args[0]) is bytes or args[1:] in (("latin1",), ("latin-1",)), call.name)
+    return bytearray(*args) if call.name == "builtins.bytearray" else bytes(*args)
 
 
 def _date(call: Call, convert: Converter) -> Any:
@@ -447,9 +418,8 @@ def _nested(call: Call, convert: Converter) -> torch.Tensor:
     expect(is_known and not call.steps and sizes.shape == strides.shape, "a nested tensor")
     expect(sizes.dim() == 2 and offsets.shape == sizes.shape[:1], "a nested tensor")
     for size, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
-        last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-        is_inside = min([*size, *stride, offset]) >= 0 and (0 in size or last < buffer.numel())
-        expect(is_inside, "a nested tensor")
+        # torch refuses a view that is not within its storage.
+        buffer.as_strided(size, stride, offset)
     make: Any = torch._utils._rebuild_nested_tensor
     return cast("torch.Tensor", make(buffer, sizes, strides, offsets))
 
@@ -461,23 +431,15 @@ def _jagged(call: Call, convert: Converter) -> torch.Tensor:
     axis, cached = options.get("_ragged_idx"), options.get("_metadata_cache")
     expect(_is_tensor(values) and _is_tensor(offsets, torch.int64, torch.int32), "a jagged tensor")
     expect(type(axis) is int and 0 < axis <= values.dim() and offsets.dim() == 1, "a jagged tensor")
-    begins = offsets.tolist()
-    expect(
-        begins and begins[0] >= 0 and begins == sorted(begins) and begins[-1] <= values.shape[axis - 1],
-        "a jagged tensor",
-    )
-    if lengths is not None:
-        expect(_is_tensor(lengths, offsets.dtype) and lengths.shape == (len(begins) - 1,), "a jagged tensor")
-        ends = [begin + length for begin, length in zip(begins, lengths.tolist(), strict=False)]
-        expect(
-            all(begin <= end <= values.shape[axis - 1] for begin, end in zip(begins, ends, strict=False)),
-            "a jagged tensor",
-        )
-    expect(
-        cached is None
-        or (type(cached) is dict and all(type(each) is torch.Tensor or type(each) is int for each in cached.values())),
-        "a jagged tensor",
-    )
+    expect(lengths is None or _is_tensor(lengths, offsets.dtype), "a jagged tensor")
+    begins, rows = offsets.tolist(), offsets.diff()
+    for each in (rows, rows if lengths is None else lengths):
+        for begin, length in zip(begins, [*each.tolist(), 0], strict=True):
+            expect(begin >= 0, "a jagged tensor")
+            # torch refuses a row that is not within the values.
+            values.narrow(axis - 1, begin, length)
+    cached = {} if cached is None else cached
+    expect(type(cached) is dict and {*map(type, cached.values())} <= {torch.Tensor, int}, "a jagged tensor")
     return cast("torch.Tensor", imported(_NESTED)(**options))
 
 
@@ -570,7 +532,7 @@ RULES: Mapping[str, Rule] = {
     "torch.serialization._get_layout": _layout,
     **{f"{module}.{name}": record for module, names in _RECORDS.items() for name in names},
     **{f"omegaconf.{name}": _config for name in _CONFIGS},
-    **{f"pathlib.{name}": made_of(str) for name in _TYPES["pathlib"]},
+    **{f"pathlib.{name}": made_of(str) for name in _PATHS},
     **{f"lightning.pytorch.trainer.states.{name}": made_of(str) for name in _STATES},
     # May only be named: as an argument, a call may take any memory.
     "numpy.ndarray": only_named,
@@ -587,7 +549,7 @@ RULES: Mapping[str, Rule] = {
     "collections.deque": _deque,
     "_codecs.encode": _bytes,
     "builtins.bytes": _bytes,
-    "builtins.bytearray": _byte_array,
+    "builtins.bytearray": _bytes,
     "builtins.bool": made_of(bool),
     "builtins.int": made_of(int),
     "builtins.float": made_of(float),
@@ -608,6 +570,11 @@ RULES: Mapping[str, Rule] = {
     "numpy._core.multiarray.scalar": _scalar,
     "numpy._core.numeric._frombuffer": _array_of_buffer,
 }
+#: Types that may be values, besides those with a rule.
+_TYPES = {"typing.Any", "torch.Tensor", "torch.nn.parameter.Parameter"}
+_TYPES |= {f"numpy.{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+_TYPES |= {f"numpy.{name}" for name in ("bool", "bool_", "bytes_", "str_", "complex64", "complex128", "datetime64")}
+_TYPES |= {f"numpy.{name}" for name in ("float16", "float32", "float64", "timedelta64")}
 #: Classes of keys: neither a hash nor a comparison of theirs runs code of others.
 _KEYS = (
     *(type, pathlib.PurePath, decimal.Decimal, fractions.Fraction, uuid.UUID, np.generic, np.dtype),
