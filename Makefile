@@ -78,7 +78,7 @@ crash-states = $(BIN)/python tests/crash/states.py $(SHARE)
 sim = $(BIN)/python tests/sim/run.py $(SHARE)
 sim-defects = $(BIN)/python tests/sim/defects.py
 corruption = $(BIN)/python tests/crash/corruption.py $(if $(ONE_OF),--one-of $(ONE_OF))
-soak = TIERED_PROFILE=soak $(BIN)/python -m pytest --timeout 3600 tests/crash/test_machine.py && $(BIN)/python tests/crash/soak.py
+soak = $(BIN)/python tests/crash/soak.py
 peers = TIERED_TEST_ALL_LOSSES=1 timeout -k 10 900 $(BIN)/python -m pytest -v -n 2 tests/peers
 rgw = bash tests/support/run_rgw.sh
 # Of the further cases, those of strategies and ranks: the others vary our code, not Lightning's.

@@ -1,6 +1,6 @@
 """Two hundred saves in a row, full and sharded, to memory and on to the durable tier: does anything grow?
 
-    make test-soak                               after the long run of the state machine
+    make test-soak
     python tests/crash/soak.py --saves 200
 
 Prints, of each kind of checkpoint, by how much resident memory, the memory tier, descriptors and threads grow

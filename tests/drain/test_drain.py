@@ -68,26 +68,6 @@ def test_the_log_of_its_process_does_not_grow_for_ever(node):
     assert lines[0].startswith("line ")
 
 
-def test_a_delete_goes_with_the_save_that_replaces_and_stays_where_that_is_given_up(node, store):
-    """A later save of something else makes up for nothing, and the one that is needed is tried until it is there."""
-    node.save("best-1", b"1")
-    for fate in ("committed", "skipped"):
-        best = node.save("best-2", b"2")
-        old, other = node.request("delete", "best-1", best), node.save("other", b"o")
-        drain(node, refusing(store, of("upload", "best-2"))).run(once=True)
-        assert (node.states()[best], node.states()[other]) == ("failed", "committed")
-        assert readable(store, "best-1") == b"1"
-        if fate == "skipped":
-            node.cancel(best)
-        drain(node).run(once=True)
-        assert (node.states()[best], node.states()[old]) == (fate, fate)
-        assert names(store) == sorted(["best-2" if fate == "committed" else "best-1", "other"])
-        node.save("best-1", b"1")
-        node.delete("best-2")
-        drain(node).run(once=True)
-    assert "did not reach the durable tier" in node.queue.outcome(old).error
-
-
 def test_deletes_that_are_refused_are_tried_one_at_a_time_until_one_is_not(node, store):
     """A save, and an alias that was refused once, do not wait behind them."""
     for number in range(20):

@@ -104,19 +104,6 @@ def test_each_part_gets_to_as_many_machines_as_it_is_to_and_only_then_counts(clu
         assert len(cluster.machines_with("save1", rank)) == max(1, cluster.group.factor)
 
 
-@given(clusters(), st.integers(0, 17))
-def test_a_node_that_has_lost_its_memory_gets_its_copies_again(cluster, lost):
-    cluster.save(1)
-    for _ in range(5):
-        cluster.round()
-    cluster.held[lost % len(cluster.held)].clear()
-    for _ in range(3):
-        cluster.round()
-    is_whole = all(cluster.machines_with("save1", rank) for rank in range(cluster.parts))
-    assert cluster.is_safe(1) or not is_whole
-    assert is_whole or cluster.group.factor == 1
-
-
 def test_parts_of_ranks_on_one_machine_go_to_the_nodes_of_another():
     cluster = Cluster("aabb", 2, 4)
     cluster.save(1)

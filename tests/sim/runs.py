@@ -1,7 +1,7 @@
 """Runs of a job, one behind the other and at times two at once, on several machines: the real engine, and a dictionary.
 
 Each run is one trainer on one machine. It loads a checkpoint, saves, aliases and deletes, and ends: by itself, killed,
-preempted, or with its machine. The drains of the machines outlive it. What is judged:
+preempted, or with its machine. Bytes in memory may change. The drains of the machines outlive it. What is judged:
 
 - what a load gives was saved, is of one save, and none that is newer was within reach;
 - a name never goes back to older content, and is gone only if it was deleted;
@@ -303,8 +303,8 @@ class Life:
 
     def _befall(self, run):
         rng, clock = self.rng, self.outside.clock
-        fates = ["nothing", "killed", "preempted", "stopped", "lost", "drain"]
-        what = rng.choices(fates, [3, 3, 3, 2, 2, 2] if run.alone else [2, 1, 1, 5, 1, 1])[0]
+        fates = ["nothing", "killed", "preempted", "stopped", "lost", "drain", "damaged"]
+        what = rng.choices(fates, [3, 3, 3, 2, 2, 2, 4] if run.alone else [2, 1, 1, 5, 1, 1, 1])[0]
         clock.sleep(rng.choice([2.0, 30.0, 100.0, 300.0]) * rng.random())
         if not run.is_alive or what == "nothing":
             return
@@ -316,6 +316,10 @@ class Life:
         elif what == "lost":
             self.judge.lost(run.machine)
             run.machine.lose()
+        elif what == "damaged":
+            self.judge.damage(run.machine)
+            if rng.random() < 0.5:
+                run.process.kill()
         elif what == "drain":
             for each in run.machine.processes:
                 if each.name.startswith("drain"):

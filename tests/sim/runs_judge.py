@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sim.machines import Machine
 from sim.world import Peek
+from support.restoring import flip
 from support.sharded import whole
 
 from tiered_checkpoint_io.engine.drain.queue import Queue
@@ -75,6 +76,8 @@ class Judge:
         #: The greatest number that each name has shown, or the delete that it has followed.
         self._shown = {}
         self._both = (0.0, frozenset())
+        #: Boots of machines, and the numbers of the saves of which a byte in their memory has changed.
+        self._damaged = set()
 
     def _blame(self, text):
         self._world.violation = self._world.violation or text
@@ -127,6 +130,16 @@ class Judge:
         for operation in (*self.saves.values(), *(each for named in self.operations.values() for each in named)):
             if operation.boot_id == machine.boot_id:
                 operation.is_lost, operation.is_certain = True, False
+
+    def damage(self, machine):
+        """Changes a byte of the newest checkpoint in a machine's memory that waits for no upload."""
+        root = self.root_of(machine)
+        parts = MemoryTier(root, clock=machine.clock).parts() if root is not None else []
+        for stored in [each for each in parts if not each.pending][-1:]:
+            number = int(stored.part.content.metric.value)
+            self._world.note(f"save {number} in the memory of {machine.name} is damaged")
+            self._damaged.add((machine.boot_id, number))
+            flip(stored.file(stored.part.content.files[0].basename), at=200)
 
     # ---------------------------------------------------------------------------- durable tier
     def check(self):
@@ -195,7 +208,7 @@ class Judge:
 
     def loaded(self, run, what, number, error, before, *, excused):
         """A load has returned."""
-        memory, durable = before
+        memory, durable = [each for each in before[0] if (run.boot_id, each) not in self._damaged], before[1]
         now = self._durable(what)
         # Meanwhile weights alone may have taken the name of what training can resume from.
         kept = [
