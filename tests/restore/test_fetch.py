@@ -12,7 +12,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.failing import failing
 from support.faulty import FaultyStore
 from support.restoring import CHUNK, OneObject, flip, make_content
 
@@ -21,16 +20,14 @@ from tiered_checkpoint_io.engine.chunks import (
     Copies,
     Copy,
     chunks_of,
-    drop_temporary,
     fetch,
     merged,
-    temporary_file,
     unverified,
     writer_to,
 )
 from tiered_checkpoint_io.engine.restore.shards import share_reads
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
-from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError
 from tiered_checkpoint_io.model.documents import MIN_CHUNK_SIZE
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -101,24 +98,11 @@ def test_fresh_pages_are_written_with_the_same_bytes_and_verified(store, tmp_pat
             fetch(store, ENTRY, view, concurrency=3, write=writer_to(file.fileno()))
 
 
-def test_a_temporary_file_goes_where_its_filling_fails(tmp_path):
-    with failing("unavailable"), temporary_file(tmp_path, 10):
-        raise StoreError("gone", reason="unavailable")
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(RestoreError, match="no room"), temporary_file(tmp_path, 1 << 60):
-        pass
-    assert not list(tmp_path.iterdir())
-    with temporary_file(tmp_path, 10) as (path, view):
-        view[:] = b"0123456789"
-    assert path.read_bytes() == b"0123456789"
-    drop_temporary(path)
-    assert not list(tmp_path.iterdir())
-
-
 # --------------------------------------------------------------------- chunks that ranks of a node read
-def opened(folder, store, *, timeout_s=10.0, concurrency=4):
+def opened(folder, store, *, timeout_s=10.0, alone=False):
     copies = Copies(ENTRY, [Copy(lambda: store, ENTRY.path)])
-    return FetchedFile(copies, folder.path, concurrency=concurrency, timeout_s=timeout_s)
+    path = folder and folder.path
+    return FetchedFile(copies, path, concurrency=4, timeout_s=timeout_s, reads_alone=lambda _: alone)
 
 
 @pytest.fixture
@@ -253,12 +237,12 @@ def test_each_target_holds_its_bytes_and_each_chunk_that_it_lies_in_is_verified(
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_node_reads_each_byte_once_and_a_lone_rank_keeps_no_copy(folder, alone):
     store = OneObject(DATA)
-    files = [opened(folder, store) for _ in range(1 if alone else 2)]
+    files = [opened(folder, store, alone=alone) for _ in range(1 if alone else 2)]
     # A chunk that something else is read from is there already.
     files[0].ensure([(CHUNK, 1)])
     for file in files:
         whole = memoryview(bytearray(len(DATA)))
-        file.fill([(0, whole)], alone=lambda _: alone)
+        file.fill([(0, whole)])
         assert whole == DATA
     assert store.down == len(DATA)
     kept = os.stat(folder.path / ENTRY.basename).st_blocks * 512

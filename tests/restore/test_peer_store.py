@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -20,7 +19,7 @@ from support.failing import failing
 from support.restoring import make_content
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.chunks import Copies, Copy, SlotDestination
+from tiered_checkpoint_io.engine.chunks import Copies, Copy, SlotDestination, read_part
 from tiered_checkpoint_io.engine.drain.serving import Server, ask_to_serve, endpoint_of
 from tiered_checkpoint_io.engine.replication.agreement import node_peers
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
@@ -348,7 +347,8 @@ def test_nodes_pass_on_what_they_have_verified_while_they_read(nodes, memory_dir
     def read(name):
         peers = Peers(tiers[name], wanted, ends, name, names)
         with contextlib.closing(peers):
-            return peers.fetch(0, partial(SlotDestination, tiers[name].memory, drained=True)), peers.rejected
+            part, copies = peers.copies_of_part(0)
+            return read_part(copies, SlotDestination(tiers[name].memory, part, drained=True)), peers.rejected
 
     with ThreadPoolExecutor(8) as threads:
         found = dict(

@@ -17,12 +17,11 @@ from support.restoring import (
     save_id,
 )
 
-from tiered_checkpoint_io.engine.chunks import drop_temporary, temporary_file
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.choice import Selector
-from tiered_checkpoint_io.engine.restore.shared_reads import SLOTS, aside_root
+from tiered_checkpoint_io.engine.restore.shared_reads import SharedFolder, aside_root
 from tiered_checkpoint_io.errors import (
     RestoreError,
     StoreError,
@@ -33,16 +32,14 @@ from tiered_checkpoint_io.stores.directory import DirectoryStore
 def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     into_durable(world.store, "a.ckpt", NEW, 1)
-    folder = aside_root(world.tier(budget_bytes=CHUNK)) / SLOTS
-    (folder / "tiered-checkpoint-of-a-killed-one.ckpt").touch()
+    folder = aside_root(world.tier(budget_bytes=CHUNK), 0) / "reads"
+    (folder / "of-a-killed-one").mkdir(parents=True)
 
     def read(restored):
-        assert restored.path.parent == folder
         assert folder.is_relative_to(tmp_path)
         # Another load at the same time leaves it.
-        with temporary_file(folder, 10) as (path, _):
-            assert sorted(folder.iterdir()) == sorted([restored.path, path])
-        drop_temporary(path)
+        with contextlib.closing(SharedFolder(folder.parent, "other")) as other:
+            assert sorted(folder.iterdir()) == sorted([restored.path.parent, other.path])
         return restored.path.read_bytes()
 
     assert world.restorer(read=read)(LATEST, Group())[1] == NEW

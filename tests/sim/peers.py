@@ -17,7 +17,6 @@ import itertools
 import logging
 import os
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 
 from sim.links import Job, torch_distributed
@@ -28,7 +27,7 @@ from support.sharded import make_part
 from support.supporting import build
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.chunks import SlotDestination, verify
+from tiered_checkpoint_io.engine.chunks import SlotDestination, read_part, verify
 from tiered_checkpoint_io.engine.replication.meeting import Peering, awaited_in
 from tiered_checkpoint_io.engine.replication.replicas import Replicas, leave_groups
 from tiered_checkpoint_io.engine.restore.choice import Candidate
@@ -136,12 +135,16 @@ class Rank:
         wanted = Candidate("the newest", SimpleNamespace(save_id=chosen, kind="sharded"), held=there)
         peers = Peers(tiers, wanted, endpoints, self.machine.name)
         try:
-            self._timed("fetch", lambda: peers.fetch(self.rank, partial(SlotDestination, self.tier)), FETCH_S)
+            self._timed("fetch", lambda: self._fetch(peers), FETCH_S)
         except TieredCheckpointError as error:
             if faults == self.job_faults() and not was_cut:
                 self.world.violation = f"{self.process.name} can't fetch its part of {chosen}: {error}"
             raise
         self.world.note(f"{self.process.name} has fetched {chosen}")
+
+    def _fetch(self, peers):
+        part, copies = peers.copies_of_part(self.rank)
+        read_part(copies, SlotDestination(self.tier, part))
 
     def job_faults(self):
         """Counts the faults of the job that excuse a failure: a cable, a process."""

@@ -8,28 +8,18 @@ targets have undefined content, and are filled from another source, or the resto
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
-import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    MemoryTierError,
-    RestoreError,
-    StoreError,
-    TieredCheckpointError,
-)
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.formats.parallel import in_parallel
-from tiered_checkpoint_io.memory.node import MemoryFullError, is_lost, release, try_lock
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import Incoming, StoredPart, reading
-from tiered_checkpoint_io.memory.slots import Slot, clean_dead
+from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import documents
 from tiered_checkpoint_io.model.documents import chunk_size_for, new_hash
@@ -208,7 +198,8 @@ def fetch_pieces(
         arrived(number)
 
     read_pieces(store, entry.path, index * entry.chunk_size, pieces, filled)
-    entry.check_digest(index, digest.hexdigest(), tier=tier_of(store), where=f"{store.url}/{entry.path}")
+    if entry.hashes:
+        entry.check_digest(index, digest.hexdigest(), tier=tier_of(store), where=f"{store.url}/{entry.path}")
 
 
 def verify(
@@ -366,87 +357,28 @@ def _fill(entry: FileEntry, descriptor: int, offset: int, buffers: Sequence[memo
             left[0] = left[0][count:]
 
 
-#: Locks of the temporary files of this process: unlocked ones are a dead process's, and cleared, as slots are.
-_temporary: dict[Path, int] = {}
-
-
-@contextlib.contextmanager
-def temporary_file(folder: Path, size: int) -> Iterator[tuple[Path, memoryview]]:
-    """Makes a file of ``size`` bytes in a folder of slots, mapped for writing, until :func:`drop_temporary`.
-
-    Raises:
-        RestoreError: No room for it.
-    """
-    clean_dead(str(folder))
-    while True:
-        path = folder / f"tiered-checkpoint-{secrets.token_hex(8)}.ckpt"
-        lock = try_lock(path)
-        if lock is not None and not is_lost(lock):
-            break
-        # Another process came between, took the file for a dead process's, and unlinks it.
-        if lock is not None:
-            release(lock)
-    _temporary[path] = lock
-    try:
-        os.posix_fallocate(lock, 0, max(size, 1))
-        with mmap.mmap(lock, max(size, 1)) as mapping:
-            with memoryview(mapping) as view, view[:size] as part:
-                yield path, part
-            mapping.flush()
-    except BaseException as error:
-        drop_temporary(path)
-        if not isinstance(error, OSError) or isinstance(error, TieredCheckpointError):
-            raise
-        raise RestoreError(
-            f"no room for {size} bytes: {error.strerror}",
-            operation="restore",
-            key=str(path),
-            hint="give memory_dir, spill_dir or the folder for temporary files more space",
-        ) from error
-
-
-def drop_temporary(path: Path) -> None:
-    """Unlinks a temporary file, of this process or of another one; a mapping of it stays valid."""
-    path.unlink(missing_ok=True)
-    lock = _temporary.pop(path, None)
-    if lock is not None:
-        release(lock)
-
-
 #: Ranges of one peer that are read at once.
 RANGES = 4
 
 
 class SlotDestination:
-    """Slots of a memory tier, in which a part becomes this node's; or a temporary file, if memory has no room."""
+    """Slots of a memory tier, in which a part becomes this node's."""
 
     #: The part, as other nodes see it until it is there.
     _incoming: Incoming | None = None
-    #: The temporary file.
-    _path: Path | None = None
 
     def __init__(
-        self,
-        tier: MemoryTier,
-        part: Part,
-        *,
-        drained: bool = False,
-        acquire: Callable[[int], Slot] | None = None,
-        aside: Callable[[int, MemoryTierError], Path] | None = None,
+        self, tier: MemoryTier, part: Part, *, drained: bool = False, acquire: Callable[[int], Slot] | None = None
     ) -> None:
         """Takes no room yet.
 
-        Args:
-            tier: This node's memory, or its replicas.
-            part: Part that arrives.
-            drained: True if this node need not upload the part.
-            acquire: Returns a slot of a size; the tier's function by default.
-            aside: Returns the folder for a temporary file of a size, if there is no slot for the part's only file.
+        ``tier`` is this node's memory, or its replicas. With ``drained``, this node need not upload the part.
+        ``acquire`` returns a slot of a size, as the tier's function does by default.
         """
         self._tier = tier
         self._part = part
         self._drained = drained
-        self._acquire, self._aside = acquire or tier.acquire, aside
+        self._acquire = acquire or tier.acquire
         self._slots: dict[str, Slot] = {}
 
     @contextlib.contextmanager
@@ -455,20 +387,12 @@ class SlotDestination:
         views: dict[str, memoryview] = {}
         files = self._part.content.files
         with contextlib.ExitStack() as held:
-            try:
-                for entry in files:
-                    slot = self._slots[entry.basename] = self._acquire(max(1, entry.size))
-                    views[entry.basename] = held.enter_context(slot.view)
-            except MemoryTierError as error:
-                if self._aside is None:
-                    raise
-                folder = self._aside(files[0].size, error)
-                self._path, view = held.enter_context(temporary_file(folder, files[0].size))
-                views = {files[0].basename: view}
-            else:
-                with contextlib.suppress(OSError):
-                    paths = [self._slots[entry.basename].path for entry in files]
-                    self._incoming = Incoming.show(self._tier.root, self._part, paths)
+            for entry in files:
+                slot = self._slots[entry.basename] = self._acquire(max(1, entry.size))
+                views[entry.basename] = held.enter_context(slot.view)
+            with contextlib.suppress(OSError):
+                paths = [self._slots[entry.basename].path for entry in files]
+                self._incoming = Incoming.show(self._tier.root, self._part, paths)
             yield views
 
     def arrived(self, number: int, chunk: int) -> None:
@@ -478,17 +402,15 @@ class SlotDestination:
 
     def writer(self, basename: str) -> Write | None:
         """Returns a writer for a file of which no page was touched yet; None for another file."""
-        slot = self._slots.get(basename)
-        if slot is None or slot.touched:
+        slot = self._slots[basename]
+        if slot.touched:
             return None
         # The next part finds all pages there: it is read straight into the mapping, without a second copy.
         slot.touched = slot.reserved
         return writer_to(slot.descriptor)
 
-    def keep(self) -> StoredPart | Path:
-        """Makes the part exist, once all files have arrived and :meth:`open`'s block has ended; or the file's path."""
-        if self._path is not None:
-            return self._path
+    def keep(self) -> StoredPart:
+        """Makes the part exist, once all files have arrived and :meth:`open`'s block has ended."""
         try:
             return self._tier.commit(self._part, self._slots, drained=self._drained, saved=False)
         except MemoryFullError:
@@ -501,8 +423,6 @@ class SlotDestination:
     def drop(self) -> None:
         """Frees the part's room."""
         self._hide()
-        if self._path is not None:
-            drop_temporary(self._path)
         for slot in self._slots.values():
             self._tier.give_back(slot)
         self._slots.clear()
@@ -527,55 +447,55 @@ def describe(store: PeerStore, save_id: str, rank: int) -> Part:
     return part
 
 
-def copies_of(part: Part, entry: FileEntry, stores: Sequence[PeerStore]) -> list[Copy]:
-    """Returns the copies of a part's file that peers hold."""
-    names = [each.basename for each in part.content.files]
-    key = f"{part.save_id}/{part.rank}/{names.index(entry.basename)}"
-    return [Copy(lambda store=store: store, key) for store in stores]  # type: ignore[misc]
+def copies_at(
+    part: Part,
+    number: int,
+    stores: Sequence[PeerStore],
+    further: Iterable[Copy] = (),
+    note: Callable[[str], None] = lambda _: None,
+) -> Copies:
+    """Returns the copies of a part's file, by its number, that peers hold, and after these the ``further`` ones.
 
-
-def not_taken(note: Callable[[str], None]) -> Callable[[Readable, FileEntry, Exception], None]:
-    """Returns a callback that notes a rejected copy; if the copy is damaged, its node is to verify it."""
+    ``note`` gets the reason why a copy is not taken; if a peer's copy is damaged, its node is to verify it.
+    """
 
     def skipped(store: Readable, entry: FileEntry, error: Exception) -> None:
         note(f"{store.url}: {error}")
         if isinstance(store, PeerStore) and isinstance(error, CorruptCheckpointError):
             store.report_damage(entry.path)
 
-    return skipped
+    key = f"{part.save_id}/{part.rank}/{number}"
+    held = [Copy(lambda store=store: store, key) for store in stores]  # type: ignore[misc]
+    return Copies(part.content.files[number], [*held, *further], skipped)
 
 
 def read_part(
-    part: Part,
-    stores: Sequence[PeerStore],
+    copies: Iterable[Copies],
     destination: SlotDestination,
+    *,
+    concurrency: int = RANGES,
     progress: Callable[[int], None] = lambda _: None,
-    note: Callable[[str], None] = lambda _: None,
-) -> StoredPart | Path:
-    """Reads a part whole, verified.
+) -> StoredPart:
+    """Reads a part whole, verified, from the copies of each of its files.
 
-    Args:
-        part: Its description.
-        stores: The peers that hold it, in the order in which to read them.
-        destination: Destination of the part.
-        progress: Called with the number of each chunk that has come, from any thread.
-        note: Called with the reason why a peer's copy is not taken.
+    ``progress`` is called with the number of each chunk that has come, from any thread.
 
     Raises:
-        CorruptCheckpointError: No peer has all of it intact.
-        MemoryTierError: There is no room for it, or its place is taken.
+        CorruptCheckpointError: No copy of some file is intact.
+        StoreError: The durable tier could not be read.
+        MemoryTierError: There is no room for the part, or its place is taken.
     """
     try:
         with destination.open() as views:
-            for number, entry in enumerate(part.content.files):
+            for number, each in enumerate(copies):
 
                 def arrived(chunk: int, number: int = number) -> None:
                     destination.arrived(number, chunk)
                     progress(chunk)
 
-                copies = Copies(entry, copies_of(part, entry, stores), not_taken(note))
-                write = destination.writer(entry.basename)
-                copies.fetch(views[entry.basename], concurrency=RANGES, write=write, progress=arrived)
+                name = each.entry.basename
+                write = destination.writer(name)
+                each.fetch(views[name], concurrency=concurrency, write=write, progress=arrived)
         return destination.keep()
     except BaseException:
         destination.drop()

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.chunks import SlotDestination, describe, read_part
+from tiered_checkpoint_io.engine.chunks import SlotDestination, copies_at, describe, read_part
 from tiered_checkpoint_io.engine.replication.agreement import Agreement, Group, Held, Node, Orders, Pull, Report
 from tiered_checkpoint_io.engine.retention import form_of, outdated_replicas
 from tiered_checkpoint_io.errors import TieredCheckpointError
@@ -326,7 +326,7 @@ class Replicas:
             self._moved_at = self._clock.monotonic()
 
         destination = SlotDestination(self._kept, part, acquire=lambda size: self._slot(size, member, part))
-        read_part(part, stores, destination, progress)
+        read_part([copies_at(part, n, stores) for n in range(len(part.content.files))], destination, progress=progress)
         amount = rate(part.content.size, self._clock.monotonic() - began)
         self._log.info("%skept a replica of rank %d's %s: %s", of_step(part.content.step), part.rank, part.name, amount)
         self._prune(member, part, spared=0)

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tiered_checkpoint_io.engine.chunks import (
-    RANGES,
-    Copies,
-    Copy,
-    SlotDestination,
-    copies_of,
-    describe,
-    not_taken,
-    read_part,
-)
+from tiered_checkpoint_io.engine.chunks import RANGES, Copies, Copy, copies_at, describe
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
-from tiered_checkpoint_io.logs import of_step, rate
-from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
 from tiered_checkpoint_io.stores.peer import Endpoint, PeerStore
 
@@ -88,28 +76,23 @@ class Peers:
         """Returns the copies of a file that peers have, and after these the ``durable`` ones."""
         rank = self._candidate.files.get(entry.basename)
         part = self.part(rank) if rank is not None else None
-        found = copies_of(part, entry, self.holders(part.rank)) if part is not None else []
-        return Copies(entry, [*found, *durable], not_taken(self._note))
+        if part is None:
+            return Copies(entry, durable)
+        number = [each.basename for each in part.content.files].index(entry.basename)
+        return copies_at(part, number, self.holders(part.rank), durable, self._note)
 
     def _note(self, note: str) -> None:
         self.rejected.append(note)
         self._tiers.skipped(note)
 
-    def fetch(self, rank: int, place: Callable[[Part], SlotDestination]) -> StoredPart | Path:
-        """Reads a rank's part whole into the destination that ``place`` returns.
-
-        Raises:
-            CorruptCheckpointError: No node has all of it intact.
-            MemoryTierError: There is no room for it.
-        """
-        part, started = self.part(rank), self._tiers.clock.monotonic()
+    def copies_of_part(self, rank: int) -> tuple[Part, list[Copies]]:
+        """Returns a rank's part, and copies of each of its files; raises CorruptCheckpointError if no node has it."""
+        part = self.part(rank)
         if part is None:
             why = "; ".join(self.rejected) or "no node has it"
             raise CorruptCheckpointError(why, operation="restore", tier="peer", key=self._candidate.name)
-        kept = read_part(part, self.holders(rank), place(part), note=self._note)
-        speed, step = rate(part.content.size, self._tiers.clock.monotonic() - started), part.content.step
-        self._tiers.log.info("%sreceived part %d of %s from other nodes: %s", of_step(step), rank, part.name, speed)
-        return kept
+        stores = self.holders(rank)
+        return part, [copies_at(part, number, stores, (), self._note) for number in range(len(part.content.files))]
 
     def close(self) -> None:
         """Ends all connections."""

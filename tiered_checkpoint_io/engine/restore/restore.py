@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiered_checkpoint_io.engine import chunks
-from tiered_checkpoint_io.engine.chunks import SlotDestination
+from tiered_checkpoint_io.engine.chunks import Copies, Copy, SlotDestination
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
@@ -25,7 +26,7 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Found, Tier
 from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.engine.restore.search import Attempt, Ready, Search
-from tiered_checkpoint_io.engine.restore.shared_reads import SLOTS, aside_root
+from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, aside_root
 from tiered_checkpoint_io.engine.retention import Rules, acquire, retain
 from tiered_checkpoint_io.engine.save.facts import ShardRole
 from tiered_checkpoint_io.engine.session import Session
@@ -50,13 +51,11 @@ class Restored(Found):
 
     Attributes:
         path: The local file.
-        bytes_read: Bytes that this process read from the durable tier.
         mapped: The file's bytes, if it is in node memory: tensors may be made of them, and writes to these never gets
             into the file. If this process has verified them there, each page is touched once.
     """
 
     path: Path
-    bytes_read: int = 0
     mapped: torch.UntypedStorage | None = field(default=None, repr=False)
     _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
@@ -83,23 +82,22 @@ class Restored(Found):
 
 @dataclass(slots=True)
 class FetchedPart:
-    """A part's file on this node, verified; ``temporary`` files are unlinked once they are open."""
+    """A part's file on this node, verified: in its memory, or else in a file of a store, or in a temporary one."""
 
     part: Part
     path: Path
     tier: Tier
-    bytes_read: int = 0
-    temporary: bool = False
-    is_durable: bool = False
+    in_memory: bool = True
+
+    @classmethod
+    def stored(cls, stored: StoredPart, tier: Tier) -> FetchedPart:
+        """Returns a part of one file in this node's memory."""
+        (entry,) = stored.part.content.files
+        return cls(stored.part, stored.file(entry.basename), tier)
 
     def brief(self) -> FetchedPart:
         """Returns the same without the hashes, of which a large file has many."""
         return replace(self, part=replace(self.part, content=self.part.content.without_hashes()))
-
-    def drop(self) -> None:
-        """Unlinks a temporary file: the first rank of the node to come does it; by then all have opened it."""
-        if self.temporary:
-            chunks.drop_temporary(self.path)
 
 
 class NodeFetcher:
@@ -113,6 +111,9 @@ class NodeFetcher:
         #: File that was verified last in node memory, as it is mapped, and its identity; open until it is held.
         self._mapped: tuple[torch.UntypedStorage, os.stat_result] | None = None
         self._open = contextlib.ExitStack()
+        #: Folder of a temporary file, until all ranks of the node have read the file.
+        self._temporary = contextlib.ExitStack()
+        self._is_durable = False
 
     @property
     def tiers(self) -> Tiers:
@@ -124,7 +125,7 @@ class NodeFetcher:
         search, rank = self._search, self._search.group.rank
         # If only replicas are left, one node takes over the lost node's work.
         takes_over = (rank == 0 or self._role is not None) and candidate.is_orphaned(self._rank or 0)
-        mine = Attempt[FetchedPart]()
+        mine, self._is_durable = Attempt[FetchedPart](), candidate.durable is not None
 
         def fetch() -> Attempt[FetchedPart]:
             nonlocal mine
@@ -140,14 +141,9 @@ class NodeFetcher:
             found = search.share(fetch)
             everywhere = all(found[rank] is not None for rank in fetching)
         finally:
-            if not everywhere and mine.value is not None:
-                mine.value.drop()
-        here = found[fetching[rank]]
-        if here is None or not everywhere:
-            return None
-        here.is_durable = candidate.durable is not None
-        here.bytes_read = here.bytes_read if self._leads else 0
-        return here
+            if not everywhere:
+                self._temporary.close()
+        return found[fetching[rank]] if everywhere else None
 
     def read_everywhere(self, found: FetchedPart, read: Callable[[Restored], _T]) -> tuple[Restored, _T]:
         """Reads a file on all ranks; all fail if one does. No rank lets it go before all have opened it."""
@@ -205,11 +201,13 @@ class NodeFetcher:
             with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
                 return self._from_memory(candidate.save_id)
             if tier == "peer":
-                kept = peers.fetch(self._rank or 0, partial(self._destination, drained=not takes_over))
-                part = peers.part(self._rank or 0)
-                assert part is not None
-                return fetched_from(kept, tier, part)
-            return self._from_durable(candidate)
+                return self._fetched(*peers.copies_of_part(self._rank or 0), tier, drained=not takes_over)
+            part = self._durable_part(candidate)
+            (entry,) = part.content.files
+            if candidate.is_foreign and ids.url_scheme(self.tiers.dirpath) is None:
+                # A local file needs no copy: no mapping of it stays.
+                return FetchedPart(part, Path(self.tiers.dirpath, entry.path), tier, in_memory=False)
+            return self._fetched(part, [Copies(entry, [Copy(self.tiers.store, entry.path)])], tier, drained=True)
 
     def _from_memory(self, save_id: str) -> FetchedPart:
         stored = self.find(save_id)
@@ -226,61 +224,53 @@ class NodeFetcher:
         except CorruptCheckpointError as error:
             self.tiers.quarantine(stored, error)
             raise
-        return fetched_from(stored, "memory", stored.part)
+        return FetchedPart.stored(stored, "memory")
 
     def _adopt(self, save_id: str) -> FetchedPart:
         """Returns the file in this node's memory, which is its own from now on and not a replica."""
         stored = self.find(save_id)
         if stored.is_replica:
             stored = self.tiers.memory.adopt(stored, drained=False)
-        return fetched_from(stored, "memory", stored.part)
+        return FetchedPart.stored(stored, "memory")
 
-    def _from_durable(self, candidate: Candidate) -> FetchedPart:
-        """Returns the file from the durable tier, in this node's memory or spill, or else a temporary file."""
+    def _durable_part(self, candidate: Candidate) -> Part:
+        """Returns the part of one file on the durable tier."""
         assert candidate.durable is not None
-        store = self.tiers.store()
         # For a checkpoint of several parts, the index and the description of one part are read.
-        files = files_of(store, candidate.durable).of_rank(self._rank or 0)
+        files = files_of(self.tiers.store(), candidate.durable).of_rank(self._rank or 0)
         if len(files) != 1:
             whose = "" if self._rank is None else f" of shard {self._rank}"
             text = f"its manifest names {len(files)} files{whose}, not one"
             raise CorruptCheckpointError(text, operation="restore", key=candidate.save_id)
-        (entry,) = files
         content = replace(candidate.durable, files=files, index=None)
-        part = Part.found(candidate.name, self._rank or 0, content, self.tiers.place)
-        if candidate.is_foreign and ids.url_scheme(self.tiers.dirpath) is None:
-            # A local file needs no copy: no mapping of it stays.
-            return FetchedPart(part, Path(self.tiers.dirpath, entry.path), "durable")
-        started, destination = self.tiers.clock.monotonic(), self._destination(part, drained=True)
-        try:
-            with destination.open() as views:
-                concurrency = self.tiers.config.read_concurrency()
-                write = destination.writer(entry.basename)
-                chunks.fetch(store, entry, views[entry.basename], concurrency=concurrency, write=write)
-            fetched = fetched_from(destination.keep(), "durable", part)
-        except BaseException:
-            destination.drop()
-            raise
-        fetched.bytes_read = entry.size
-        self.tiers.log.info("fetched %s: %s", part.name, rate(entry.size, self.tiers.clock.monotonic() - started))
-        return fetched
+        return Part.found(candidate.name, self._rank or 0, content, self.tiers.place)
 
-    def _destination(self, part: Part, *, drained: bool) -> SlotDestination:
-        """Returns the destination of a part's file: a slot, or a file if neither memory nor the spill has room."""
-        memory = self.tiers.memory
+    def _fetched(self, part: Part, copies: Sequence[Copies], tier: Tier, *, drained: bool) -> FetchedPart:
+        """Fetches a file to this node's memory or spill; if neither has room, to a temporary file."""
+        tiers, started = self.tiers, self.tiers.clock.monotonic()
+        concurrency = tiers.config.read_concurrency() if tier == "durable" else chunks.RANGES
 
         def slot(size: int) -> Slot:
             # Memory keeps parts by their save ids. A part of another format version, for one, is not ours to remove.
-            if not part.save_id or memory.is_taken(part.save_id, part.rank):
+            if not part.save_id or tiers.memory.is_taken(part.save_id, part.rank):
                 raise MemoryTierError("memory holds something of this save that can't be used", key=part.save_id)
-            return acquire(memory, size, Rules.of_load(part))
+            return acquire(tiers.memory, size, Rules.of_load(part))
 
-        def aside(size: int, error: MemoryTierError) -> Path:
+        try:
+            destination = SlotDestination(tiers.memory, part, drained=drained, acquire=slot)
+            fetched = FetchedPart.stored(chunks.read_part(copies, destination, concurrency=concurrency), tier)
+        except MemoryTierError as error:
             if part.save_id:
-                self.tiers.log.warning("fetching into a temporary file: %s", error)
-            return aside_root(memory, size) / SLOTS
-
-        return SlotDestination(memory, part, drained=drained, acquire=slot, aside=aside)
+                tiers.log.warning("fetching into a temporary file: %s", error)
+            folder = SharedFolder(aside_root(tiers.memory, part.content.size), secrets.token_hex(8), tiers.clock)
+            self._temporary.callback(folder.close)
+            timeout_s = float(tiers.config.support.wait_timeout_s)
+            file = FetchedFile(copies[0], folder.path, concurrency=concurrency, timeout_s=timeout_s, clock=tiers.clock)
+            fetched = FetchedPart(part, file.whole(), tier, in_memory=False)
+        where = " from other nodes" if tier == "peer" else ""
+        amount = rate(part.content.size, tiers.clock.monotonic() - started)
+        tiers.log.info("fetched %s%s: %s", part.name, where, amount)
+        return fetched
 
     def find(self, save_id: str) -> StoredPart:
         """Returns the part of a save in this node's memory, or the replica of it that this node keeps."""
@@ -296,12 +286,11 @@ class NodeFetcher:
             newest_save_id=max(filter(None, (search.newest, part.save_id)), default=None),
             dirpath=self.tiers.dirpath,
             tier=fetched.tier,
-            is_durable=fetched.is_durable or fetched.tier == "durable",
+            is_durable=self._is_durable,
             path=fetched.path,
-            bytes_read=fetched.bytes_read,
             seconds=self.tiers.clock.monotonic() - search.began,
         )
-        if part.save_id and not fetched.temporary:
+        if fetched.in_memory:
             with self._open, contextlib.ExitStack() as held:
                 descriptors = held.enter_context(opened(self.find(part.save_id), keep=self._rank is None))
                 descriptor, (mapped, self._mapped) = descriptors[fetched.path.name], (self._mapped, None)
@@ -310,7 +299,7 @@ class NodeFetcher:
                 else:
                     restored.mapped = privately_mapped(descriptor, part.content.size)
                 restored._held.push(held.pop_all())
-        restored._held.callback(fetched.drop)
+        restored._held.push(self._temporary.pop_all())
         return restored
 
     def _retain(self, fetched: FetchedPart) -> None:
@@ -349,14 +338,6 @@ def note_restore(session: Session, found: Found, began: float) -> None:
         seconds=round(session.clock.monotonic() - began, 3),
         created=found.content.created if found.content is not None else 0.0,
     )
-
-
-def fetched_from(kept: StoredPart | Path, tier: Tier, part: Part) -> FetchedPart:
-    """Returns a part of one file: in this node's memory, or in a temporary file."""
-    if isinstance(kept, Path):
-        return FetchedPart(part, kept, tier, temporary=True)
-    (entry,) = kept.part.content.files
-    return FetchedPart(kept.part, kept.file(entry.basename), tier)
 
 
 def restore(

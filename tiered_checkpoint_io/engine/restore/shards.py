@@ -4,8 +4,8 @@ Rank 0 chooses the checkpoint for all: see ``search``. It also reads ``.metadata
 and sends it with the choice. The tensors' bytes are read later, by each rank for itself.
 
 A file is in this node's memory as a rank's part, or is fetched from a peer or the durable tier, a hashed chunk at a
-time, into a file that all ranks of the node map. If memory has no room for them, the ranks of the node have such a file
-in the spill, or in the folder for temporary files: *aside*.
+time. Chunks that several ranks of the node read go into a file that all of them map. If memory has no room for them,
+each rank reads them for itself.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
 from tiered_checkpoint_io.engine.chunks import (
     Copies,
@@ -34,7 +36,7 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Found, Tier
 from tiered_checkpoint_io.engine.restore.peers import Peers, adopt_orphans
 from tiered_checkpoint_io.engine.restore.search import Attempt, Ready, Search
-from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, aside_root
+from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from tiered_checkpoint_io.formats.image import default_threads
 from tiered_checkpoint_io.formats.parallel import in_parallel
@@ -44,16 +46,41 @@ from tiered_checkpoint_io.memory.parts import StoredPart, mapped, opened
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, FileEntry
 
+_T = TypeVar("_T")
+
 
 @dataclass(slots=True)
 class _HeldFile:
-    """A file of a part in this node's memory, and its chunks that were verified."""
+    """A file of a part in this node's memory, and its verified chunks; has methods of :class:`FetchedFile`."""
 
     stored: StoredPart
     entry: FileEntry
     descriptor: int
     view: memoryview
     verified: set[int] = field(default_factory=set)
+
+    @property
+    def where(self) -> str:
+        return str(self.stored.file(self.entry.basename))
+
+    def ensure(self, spans: Iterable[Span]) -> memoryview:
+        needed = [index for index in chunks_of(self.entry, spans) if index not in self.verified]
+        verify(self.entry, self.view, where=self.where, indices=needed)
+        self.verified.update(needed)
+        return self.view
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        wanted = by_chunk(self.entry, targets)
+
+        def one(index: int) -> None:
+            where = None if index in self.verified else self.where
+            read_chunk(self.entry, index, self.descriptor, wanted[index], where=where)
+
+        in_parallel(one, wanted, default_threads())
+        self.verified.update(wanted)
+
+    def begin(self, _: Iterable[Span]) -> int:
+        return default_threads()
 
 
 class ShardFiles:
@@ -80,13 +107,13 @@ class ShardFiles:
             self._exits.callback(peers.close)
         self._held: dict[str, _HeldFile] = {}
         self._fetched: dict[str, FetchedFile] = {}
-        #: Folder for chunks without room in memory.
-        self._aside: SharedFolder | None = None
         url = ids.join_url(tiers.dirpath, candidate.name)
         self._save_id = candidate.save_id
-        self._key = candidate.save_id or hashlib.sha256(url.encode()).hexdigest()[:32]
-        self._folder = SharedFolder(tiers.memory.root, self._key, tiers.clock)
-        self._exits.callback(self._folder.close)
+        key = candidate.save_id or hashlib.sha256(url.encode()).hexdigest()[:32]
+        folder = SharedFolder(tiers.memory.root, key, tiers.clock)
+        self._exits.callback(folder.close)
+        #: Folder of chunks that several ranks read; None if memory has no room for them.
+        self._folder: Path | None = folder.path
 
     def hold(self) -> None:
         """Keeps the parts of the save that this node's memory has now, until :meth:`close`."""
@@ -131,24 +158,6 @@ class ShardFiles:
         """Files of the save on the durable tier, read when needed; None if the save is not there."""
         return files_of(self._tiers.store(), self._content) if self._content is not None else None
 
-    def verified(self, basename: str, spans: Iterable[Span]) -> memoryview:
-        """Returns a file in this node's memory, of which spans are verified; a damaged one is no longer held.
-
-        Raises:
-            CorruptCheckpointError: The file is damaged, or not held.
-        """
-        if basename not in self._held:
-            raise CorruptCheckpointError("it is not in this node's memory", operation="restore", key=basename)
-        file = self._held[basename]
-        needed = [index for index in chunks_of(file.entry, spans) if index not in file.verified]
-        try:
-            verify(file.entry, file.view, where=str(file.stored.file(basename)), indices=needed)
-        except CorruptCheckpointError as error:
-            self._tiers.quarantine(self._held.pop(basename).stored, error)
-            raise
-        file.verified.update(needed)
-        return file.view
-
     def expect(self, entry: FileEntry) -> None:
         """Expects a file that another tool wrote, so that no manifest names it."""
         self._expected.setdefault(entry.basename, entry)
@@ -161,29 +170,14 @@ class ShardFiles:
             CheckpointNotFoundError, StoreError, MemoryFullError, RestoreError: See :meth:`FetchedFile.ensure`.
         """
         spans = list(spans)
-        if basename in self._held:
-            try:
-                return self.verified(basename, spans)
-            except CorruptCheckpointError:
-                if self._entry(basename) is None:
-                    raise
-        return self._with_room(basename, lambda file: file.ensure(spans)).view
+        return self._with(basename, lambda file: file.ensure(spans))
 
     def fill(self, basename: str, targets: Sequence[Target]) -> None:
         """Fills targets with bytes of a file, all of them verified, and copied once; see :mod:`chunks`.
 
         Raises as :meth:`ensure`; the targets then hold anything.
         """
-        if basename in self._held:
-            try:
-                self._read_held(basename, targets)
-                return
-            except CorruptCheckpointError:
-                if self._entry(basename) is None:
-                    raise
-        self._with_room(
-            basename, lambda file: file.fill(targets, alone=lambda index: self._reads_alone(basename, index))
-        )
+        self._with(basename, lambda file: file.fill(targets))
 
     def begin(self, basename: str, spans: Iterable[Span]) -> tuple[FileEntry, int]:
         """Prepares to :meth:`fill` targets of a file in several calls, within the ``(offset, length)`` spans.
@@ -196,11 +190,8 @@ class ShardFiles:
 
         Raises: Errors of :meth:`ensure`.
         """
-        if basename in self._held:
-            return self._held[basename].entry, default_threads()
-        spans, alone = list(spans), functools.partial(self._reads_alone, basename)
-        file = self._with_room(basename, lambda file: file.ensure_shared(chunks_of(file.entry, spans), alone=alone))
-        return file.entry, self._concurrency
+        spans = list(spans)
+        return self._with(basename, lambda file: (file.entry, file.begin(spans)))
 
     def share(self, spans: Mapping[str, Iterable[Span]]) -> None:
         """Takes the spans that other ranks of this node will read: only their chunks need a shared place."""
@@ -210,55 +201,37 @@ class ShardFiles:
         }
 
     def _reads_alone(self, basename: str, index: int) -> bool:
-        if self._also_read is None:
-            return self._alone
+        if self._also_read is None or self._folder is None:
+            return self._alone or self._folder is None
         return index not in self._also_read.get(basename, ())
 
-    def _read_held(self, basename: str, targets: Sequence[Target]) -> None:
-        file = self._held[basename]
-        where, wanted = str(file.stored.file(basename)), by_chunk(file.entry, targets)
-
-        def one(index: int) -> None:
-            known = index in file.verified
-            read_chunk(file.entry, index, file.descriptor, wanted[index], where=None if known else where)
-
+    def _with(self, basename: str, work: Callable[[_HeldFile | FetchedFile], _T]) -> _T:
+        """Works on a file in this node's memory; if it is damaged or not there, on one that is fetched."""
+        if basename in self._held:
+            try:
+                return work(self._held[basename])
+            except CorruptCheckpointError as error:
+                self._tiers.quarantine(self._held.pop(basename).stored, error)
+                if self._entry(basename) is None:
+                    raise
         try:
-            in_parallel(one, wanted, default_threads())
-        except CorruptCheckpointError as error:
-            self._tiers.quarantine(self._held.pop(basename).stored, error)
-            raise
-        file.verified.update(wanted)
-
-    def _step_aside(self) -> None:
-        """Puts all further chunks aside, as memory has no room; raises as :func:`aside_root`."""
-        self._aside = SharedFolder(aside_root(self._tiers.memory), self._key, self._tiers.clock)
-        self._exits.callback(self._aside.close)
-        # Bytes that were read from the earlier files stay valid: the files are closed at the end.
-        earlier, self._fetched = self._fetched, {}
-        for name, each in earlier.items():
-            each.copy_to(self._fetched_file(name))
-
-    def _with_room(self, basename: str, work: Callable[[FetchedFile], None]) -> FetchedFile:
-        """Works on a fetched file; without room in memory, aside."""
-        try:
-            file = self._fetched_file(basename)
-            work(file)
+            return work(self._fetched_file(basename))
         except MemoryFullError:
-            if self._aside is not None:
+            if self._folder is None:
                 raise
-            self._step_aside()
-            file = self._fetched_file(basename)
-            work(file)
-        return file
+            # Bytes that were read from the earlier files stay valid: the files are closed at the end.
+            self._folder, self._fetched = None, {}
+            return work(self._fetched_file(basename))
 
     def _fetched_file(self, basename: str) -> FetchedFile:
         fetched = self._fetched.get(basename)
         if fetched is None:
             fetched = self._fetched[basename] = FetchedFile(
                 self._copies(basename),
-                (self._aside or self._folder).path,
+                self._folder,
                 concurrency=self._concurrency,
                 timeout_s=float(self._tiers.config.support.wait_timeout_s),
+                reads_alone=functools.partial(self._reads_alone, basename),
                 clock=self._tiers.clock,
             )
             self._exits.callback(fetched.close)

@@ -39,13 +39,11 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: Below the memory tier's root: chunks that this node has fetched, a folder a save.
 READS = "reads"
-#: Folder of slots, as in a memory tier: files that a living process has locked.
-SLOTS = "slots"
 _PAGE = mmap.PAGESIZE
 _VERIFIED = 1
 _FULL_HINT = (
-    "memory_dir is full, or, where that was full before, spill_dir or the folder for temporary files: give"
-    " either more space (docker: --shm-size)"
+    "memory_dir is full, and so is spill_dir or the folder for temporary files: give either more space"
+    " (docker: --shm-size)"
 )
 
 
@@ -119,21 +117,20 @@ def _hold(folder: Path, kind: int) -> int | None:
     return None
 
 
-def aside_root(memory: MemoryTier, size: int = 0) -> Path:
-    """Returns the root of room for a load, with a folder of slots in it.
+def aside_root(memory: MemoryTier, size: int) -> Path:
+    """Returns the root of room outside of node memory for a file of this size.
 
-    ``size`` is what the spill must have room for, if known; without it, all ranks of a node get the same place. Raises
-    RestoreError if the root is not safe to use.
+    Raises:
+        RestoreError: The folder for temporary files is not safe to use.
     """
     spill = memory.open_spill()
-    if spill is not None and (not size or spill.room() >= size):
+    if spill is not None and spill.room() >= size:
         return spill.root
     # The folder may be a file server's: other nodes see neither our locks nor, at once, our writes to a mapping.
     node = hashlib.sha256(f"{socket.gethostname()}\0{memory.root}".encode()).hexdigest()[:16]
     root = Path(tempfile.gettempdir(), f"tiered-reads-{os.getuid()}-{node}")
     try:
         private_folder(root)
-        private_folder(root / SLOTS)
     except MemoryTierError as error:
         if error.reason != "unsafe":
             raise
@@ -149,28 +146,35 @@ class FetchedFile:
     def __init__(
         self,
         copies: Copies,
-        folder: Path,
+        folder: Path | None,
         *,
         concurrency: int,
         timeout_s: float,
+        reads_alone: Callable[[int], bool] = lambda _: False,
         clock: Clock = SYSTEM,
     ) -> None:
         """Maps the node's file; fetches nothing yet.
 
-        ``folder`` is a :class:`SharedFolder`'s path. ``timeout_s`` bounds the wait for the next chunk that another rank
-        fetches. Raises MemoryFullError if there is no space for the table of chunks.
+        ``folder`` is a :class:`SharedFolder`'s path; without one, the file is this process' only, in its own memory.
+        ``timeout_s`` bounds the wait for the next chunk that another rank fetches. ``reads_alone`` says if no other
+        rank of this node reads a chunk, so that it need not be kept. Raises MemoryFullError if there is no space for
+        the table of chunks.
         """
         entry = self.entry = copies.entry
         self._ranges = entry.chunks
-        self._copies = copies
+        self._copies, self._reads_alone = copies, reads_alone
         self._concurrency = concurrency
         self._timeout_s = timeout_s
         self._clock = clock
         #: Behind the data, a byte for each chunk: set if the chunk is here and verified. A chunk's lock is on the
         #: same byte.
         self._table = -(-entry.size // _PAGE) * _PAGE
-        self._where = str(folder / entry.basename)
-        self._descriptor = os.open(self._where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._where = entry.basename if folder is None else str(folder / entry.basename)
+        self._descriptor = (
+            os.memfd_create(entry.basename, os.MFD_CLOEXEC)
+            if folder is None
+            else os.open(self._where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        )
         try:
             self._take(self._table, len(self._ranges))
             self._mapping = mmap.mmap(self._descriptor, self._table + len(self._ranges))
@@ -180,8 +184,15 @@ class FetchedFile:
         self.view = memoryview(self._mapping)
         self._write = writer_to(self._descriptor)
 
-    def ensure(self, spans: Iterable[Span]) -> None:
-        """Fetches the chunks of ``(offset, length)`` spans to this node, verified.
+    def whole(self) -> Path:
+        """Fetches all of the file, and closes it; returns its path, at which it has no table of chunks any more."""
+        with contextlib.closing(self):
+            self.ensure([(0, self.entry.size)])
+        os.truncate(self._where, self.entry.size)
+        return Path(self._where)
+
+    def ensure(self, spans: Iterable[Span]) -> memoryview:
+        """Fetches the chunks of ``(offset, length)`` spans to this node, verified; returns the file.
 
         Raises:
             CorruptCheckpointError: A chunk differs from its hash, or the object is short.
@@ -208,14 +219,12 @@ class FetchedFile:
                 )
             if missing:
                 self._clock.sleep(self._clock.timing.chunk_poll_s)
+        return self.view
 
-    def fill(self, targets: Sequence[Target], *, alone: Callable[[int], bool]) -> None:
-        """Fills targets, see :mod:`chunks`; chunks that only this rank reads are named by ``alone``, and not kept.
-
-        Raises errors of :meth:`ensure`; the targets then have undefined content.
-        """
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Fills targets, see :mod:`chunks`; raises as :meth:`ensure`, the targets then have undefined content."""
         wanted = by_chunk(self.entry, targets)
-        self.ensure_shared(wanted, alone=alone)
+        self._ensure_shared(wanted)
 
         def one(index: int) -> None:
             if self._is_here(index):
@@ -225,17 +234,13 @@ class FetchedFile:
 
         in_parallel(one, wanted, self._concurrency, as_needed=True)
 
-    def ensure_shared(self, indices: Iterable[int], *, alone: Callable[[int], bool]) -> None:
-        """Fetches the chunks that several ranks of this node read; raises as :meth:`ensure`."""
-        shared = [index for index in indices if not (self.entry.hashes and alone(index))]
-        self.ensure(self._ranges[index] for index in shared)
+    def begin(self, spans: Iterable[Span]) -> int:
+        """Fetches chunks that other ranks read too; returns how many chunks :meth:`fill` reads at once."""
+        self._ensure_shared(chunks_of(self.entry, spans))
+        return self._concurrency
 
-    def copy_to(self, other: FetchedFile) -> None:
-        """Copies the chunks that are here to another mapping of the same file."""
-        for index, (offset, length) in enumerate(self._ranges):
-            if self._is_here(index):
-                other._room(index)[:] = self.view[offset : offset + length]
-                other._mapping[other._table + index] = _VERIFIED
+    def _ensure_shared(self, indices: Iterable[int]) -> None:
+        self.ensure(self._ranges[index] for index in indices if not self._reads_alone(index))
 
     def close(self) -> None:
         """Unmaps the file; tensors that were copied from it are not concerned."""
