@@ -23,7 +23,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import (
     node_of,
 )
 from tiered_checkpoint_io.engine.ranks.run import Run
-from tiered_checkpoint_io.engine.replication.meeting import Interface, choose, interfaces_here
+from tiered_checkpoint_io.engine.replication.meeting import address_here, choose
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, StoreError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.node import memory_of
@@ -130,49 +130,40 @@ def test_a_rank_that_is_in_none_of_the_groups_it_gives_is_told_so():
         assert calls.Ranks(None, [0, 0]).shard_role().writes
 
 
-LO, DOCKER = Interface("lo", "127.0.0.1"), Interface("docker0", "172.17.0.1")
-SLOW, FAST, DOWN = Interface("eth0", "10.0.0.5"), Interface("ib0", "10.1.0.5"), Interface("eno1", "10.2.0.5", False)
-ALL = [LO, DOWN, DOCKER, SLOW, FAST, Interface("eth0", "fd00::5")]
+LO, DOCKER = {"lo": "127.0.0.1"}, {"docker0": "172.17.0.1"}
+ALL = {**LO, **DOCKER, "eth0": "10.0.0.5", "ib0": "10.1.0.5"}
 
 
 @pytest.mark.parametrize(
-    ("has", "given", "chosen"),
+    ("has", "host", "source", "chosen"),
     [
         # The route to the store's host, on any rank: its own host reaches it from the same address.
-        (ALL, {"host": "10.1.0.1", "source": "10.1.0.5"}, "ib0"),
-        (ALL, {"host": "node0", "source": "fd00::5"}, "eth0"),
-        (ALL, {"host": "10.1.0.1", "source": "10.1.0.6"}, ""),
+        (ALL, "10.1.0.1", "10.1.0.5", "10.1.0.5"),
+        (ALL, "node0", "fd00::5", "fd00::5"),
         # All ranks are on one host.
-        (ALL, {"host": "127.0.0.1", "source": "127.0.0.1"}, "lo"),
-        (ALL, {"host": "localhost", "source": "127.0.0.1"}, "lo"),
+        (ALL, "127.0.0.1", "127.0.0.1", "127.0.0.1"),
+        (ALL, "localhost", "127.0.0.1", "127.0.0.1"),
         # The store's host has its name for 127.0.1.1, as Debian does: the others can't reach it there.
-        (ALL, {"host": "node0", "source": "127.0.1.1"}, "eth0"),
-        (ALL, {"host": "node0", "source": "127.0.0.1"}, "eth0"),
-        (ALL, {"host": "172.17.0.2", "source": "172.17.0.1"}, "eth0"),
+        (ALL, "node0", "127.0.1.1", "10.0.0.5"),
+        (ALL, "172.17.0.2", "172.17.0.1", "10.0.0.5"),
         # No way to anywhere, and nothing else.
-        (ALL, {"host": "", "source": None}, "eth0"),
-        ([LO, DOCKER], {"host": "172.17.0.2", "source": "172.17.0.1"}, "docker0"),
-        ([LO], {"host": "node0", "source": "127.0.0.1"}, "lo"),
-        ([], {"host": "", "source": None}, None),
-        # What is named wins.
-        (ALL, {"host": "10.1.0.1", "source": "10.1.0.5", "environment": "eth0"}, "eth0"),
-        (ALL, {"host": "10.1.0.1", "source": "10.1.0.5", "environment": "docker0,eth0"}, "docker0"),
+        (ALL, "", None, "10.0.0.5"),
+        (LO | DOCKER, "172.17.0.2", "172.17.0.1", "172.17.0.1"),
+        (LO, "node0", "127.0.0.1", "127.0.0.1"),
+        ({}, "", None, "127.0.0.1"),
     ],
 )
-def test_which_interface_is_taken(has, given, chosen):
-    found = choose(has, **{"environment": "", **given})
-    assert (found.name if found else None) == chosen
+def test_which_address_is_taken(has, host, source, chosen):
+    assert choose(has, host, source) == chosen
 
 
-def test_a_name_that_does_not_exist_is_an_error_that_lists_those_that_do():
-    with pytest.raises(ConfigError) as caught:
-        choose([LO, FAST], environment="eth9", host="", source=None)
-    assert "GLOO_SOCKET_IFNAME is 'eth9'" in str(caught.value)
-    assert caught.value.hint == "use one of lo (127.0.0.1), ib0 (10.1.0.5)"
-
-
-def test_this_host_has_its_loopback():
-    assert LO in interfaces_here()
+def test_an_interface_that_is_named_is_taken_or_an_error_lists_those_that_exist(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
+    assert address_here() == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME is 'eth9'") as caught:
+        address_here()
+    assert "lo (127.0.0.1)" in caught.value.hint
 
 
 FORK = multiprocessing.get_context("fork")

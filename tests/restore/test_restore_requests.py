@@ -1,5 +1,7 @@
 """Requests of a restore of many parts to the durable tier, and its result if a listing is damaged."""
 
+import errno
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +88,22 @@ def test_each_rank_reads_the_index_once_and_the_descriptions_of_what_it_loads(wo
         assert store.listings() == [ids.index_key(newest), ids.description_key(newest, rank)]
     assert [store.keys.count(ids.MANIFEST_PREFIX) for store in stores] == [1, 0, 0, 0]
     assert [stores[0].keys.count(ids.manifest_key(f"step_{number}")) for number in (1, 2, 3)] == [1, 1, 1]
+
+
+def test_without_room_in_memory_a_rank_reads_for_itself(world, monkeypatch):
+    fallocate = os.posix_fallocate
+
+    def full(descriptor, *args):
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:"):
+            raise OSError(errno.ENOSPC, "full")
+        fallocate(descriptor, *args)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    found, expected = opened(world), bytes_of(STEPS, 1, file_of(1))
+    buffer = bytearray(len(expected))
+    found.files.fill(file_of(1), [(0, memoryview(buffer))])
+    assert buffer == expected == found.files.ensure(file_of(1), [(0, len(expected))])[: len(expected)]
+    found.close()
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut"])

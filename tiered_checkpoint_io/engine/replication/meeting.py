@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,76 +38,49 @@ _INNER = ("docker", "br-", "veth")
 _ANYWHERE = "192.0.2.1"
 
 
-class Interface(NamedTuple):
-    """An address of this host, and the interface that has it."""
-
-    name: str
-    address: str
-    is_up: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.address})"
-
-    @property
-    def is_inner(self) -> bool:
-        """True if the interface only reaches this host."""
-        return ipaddress.ip_address(self.address).is_loopback or self.name.startswith(_INNER)
-
-
-def choose(interfaces: Sequence[Interface], *, environment: str, host: str, source: str | None) -> Interface | None:
-    """Chooses the interface to use; pure.
-
-    Args:
-        interfaces: Interfaces of this host.
-        environment: The value of ``GLOO_SOCKET_IFNAME``.
-        host: The host of the store of torch.distributed, as it was given; "" if the store has none.
-        source: This host's address on the route to ``host``.
-
-    Returns:
-        None if there is nothing to choose from.
+def address_here() -> str:
+    """Returns the address at which the other nodes of this process' job reach this one.
 
     Raises:
-        ConfigError: This host has no interface of the given name, or the interface has no address.
+        ConfigError: No interface of this host that is up has the name in ``GLOO_SOCKET_IFNAME``.
     """
+    import torch.distributed as dist
+
+    addresses = dict[str, str]()
+    # A sandbox may not say.
+    with contextlib.suppress(OSError):
+        addresses = addresses_here()
     # If there are several names, a link uses the first.
-    if name := environment.partition(",")[0]:
-        found = next((each for each in interfaces if each.name == name), None)
-        if found is None:
+    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
+        if name not in addresses:
             raise ConfigError(
                 f"GLOO_SOCKET_IFNAME is {name!r}, but {socket.gethostname()} has no such interface with an address",
                 operation="replicate",
-                hint="use one of " + ", ".join(map(str, interfaces)),
+                hint="use one of " + ", ".join(f"{each} ({address})" for each, address in addresses.items()),
             )
-        return found
-    route = next((each for each in interfaces if each.address == source), None)
-    if route is None and source is not None:
-        # A further address of an interface.
-        route = Interface("", source)
-    if route is not None and (not route.is_inner or _is_this_host(host)):
-        return route
-    # The name of the store's host may mean the host itself there: 127.0.1.1.
-    outer = (each for each in interfaces if each.is_up and not each.is_inner)
-    return next(outer, route)
+        return addresses[name]
+    host = _host_of(dist.distributed_c10d._get_default_store() if dist.is_initialized() else None)
+    return choose(addresses, host, _source_for(host or _ANYWHERE))
 
 
-def _is_this_host(host: str) -> bool:
-    """Returns True if a host's name means the local host on every rank: then all ranks are on one host."""
+def choose(addresses: Mapping[str, str], host: str, source: str | None) -> str:
+    """Returns the address to use, of those that this host has by interface; pure.
+
+    ``host`` is the host of the store of torch.distributed, "" if it has none. ``source`` is the address on the route
+    to it.
+    """
+    inner = {each for name, each in addresses.items() if name.startswith(_INNER) or _is_loopback(each)}
+    is_outer = source is not None and source not in inner and not _is_loopback(source)
+    if not is_outer and not _is_loopback(host):
+        # The name of the store's host may mean the host itself there: 127.0.1.1.
+        source = next((each for each in addresses.values() if each not in inner), source)
+    return source or "127.0.0.1"
+
+
+def _is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
-
-
-def address_here() -> str:
-    """Returns the address at which the other nodes of this process' job reach this one; see :func:`choose`."""
-    import torch.distributed as dist
-
-    host, interfaces = _host_of(dist.distributed_c10d._get_default_store() if dist.is_initialized() else None), []
-    # A sandbox may not say.
-    with contextlib.suppress(OSError):
-        interfaces = interfaces_here()
-    named, source = os.environ.get("GLOO_SOCKET_IFNAME", ""), _source_for(host or _ANYWHERE)
-    chosen = choose(interfaces, environment=named, host=host, source=source)
-    return chosen.address if chosen is not None else "127.0.0.1"
 
 
 def _host_of(store: Any) -> str:
@@ -127,26 +100,25 @@ def _source_for(host: str) -> str | None:
     return None
 
 
-def interfaces_here() -> list[Interface]:
-    """Returns the first address of each interface of this host, and the IPv6 ones, without link-local ones."""
-    found = []
+def addresses_here() -> dict[str, str]:
+    """Returns an address of each interface of this host that is up: IPv4 if it has one, and none that is link-local."""
+    found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
 
         def ask(request: int, name: str) -> bytes:
             return fcntl.ioctl(asked, request, struct.pack("40s", name.encode()))
 
-        def is_up(name: str) -> bool:
-            return bool(struct.unpack_from("h", ask(_SIOCGIFFLAGS, name), 16)[0] & _IFF_UP)
-
-        for _, name in socket.if_nameindex():
+        names = [name for _, name in socket.if_nameindex()]
+        names = [name for name in names if struct.unpack_from("h", ask(_SIOCGIFFLAGS, name), 16)[0] & _IFF_UP]
+        for name in names:
             # It may have no IPv4 address.
             with contextlib.suppress(OSError):
-                found.append(Interface(name, socket.inet_ntoa(ask(_SIOCGIFADDR, name)[20:24]), is_up(name)))
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/net/if_inet6").read_text().splitlines():
-                digits, _, _, scope, _, name = line.split()
-                if scope != "20":
-                    found.append(Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(digits))), is_up(name)))
+                found[name] = socket.inet_ntoa(ask(_SIOCGIFADDR, name)[20:24])
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope != "20" and name in names:
+                found.setdefault(name, str(ipaddress.IPv6Address(bytes.fromhex(digits))))
     return found
 
 
