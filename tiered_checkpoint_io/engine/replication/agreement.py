@@ -15,9 +15,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.errors import ConfigError
+
+_T = TypeVar("_T")
 
 
 class Node(NamedTuple):
@@ -40,8 +42,28 @@ class Node(NamedTuple):
     ranks: int
 
 
+class _Document:
+    """A document that a node notes, or sends to another one."""
+
+    def to_json(self: Any) -> bytes:
+        """Returns the document that :meth:`from_json` reads."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls: type[_T], data: bytes) -> _T:  # noqa: PYI019 - Self is newer than Python 3.10
+        """Raises ValueError if the document is none."""
+        rows: dict[str, Any] = {"nodes": Node, "held": Held, "pulls": Pull}
+        try:
+            values = json.loads(data)
+            for name in [name for name, value in values.items() if isinstance(value, list)]:
+                values[name] = tuple(rows[name](*each) if name in rows else each for each in values[name])
+            return cls(**values)
+        except (AttributeError, TypeError) as error:
+            raise ValueError("not a document of nodes that replicate") from error
+
+
 @dataclass(frozen=True)
-class Group:
+class Group(_Document):
     """Nodes whose ranks save together; the first leads.
 
     Attributes:
@@ -55,19 +77,6 @@ class Group:
     factor: int
     series: str | None
     nodes: tuple[Node, ...]
-
-    def to_json(self) -> bytes:
-        """Returns the document that :meth:`from_json` reads."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Group:
-        """Raises ValueError if the document is none."""
-        try:
-            raw = json.loads(data)
-            return cls(**{**raw, "nodes": tuple(Node(*each) for each in raw["nodes"])})
-        except (KeyError, TypeError) as error:
-            raise ValueError("not a group of nodes") from error
 
 
 class Held(NamedTuple):
@@ -91,7 +100,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(_Document):
     """A node's answer to the leader.
 
     Attributes:
@@ -104,19 +113,6 @@ class Report:
     held: tuple[Held, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> bytes:
-        """Returns the document that :meth:`from_json` reads."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Report:
-        """Raises ValueError if the document is none."""
-        try:
-            raw = json.loads(data)
-            return cls(raw["orders"], tuple(Held(*each) for each in raw["held"]), raw["failed"])
-        except (KeyError, TypeError) as error:
-            raise ValueError("not a report of a node") from error
-
 
 class Pull(NamedTuple):
     """A part that a node is to read, and the nodes that hold it, by their number."""
@@ -127,7 +123,7 @@ class Pull(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Orders:
+class Orders(_Document):
     """Orders of the leader to one node.
 
     Attributes:
@@ -145,21 +141,6 @@ class Orders:
     pulls: tuple[Pull, ...] = ()
     given_up: Mapping[str, str] = field(default_factory=dict)
     is_settled: bool = False
-
-    def to_json(self) -> bytes:
-        """Returns the document that :meth:`from_json` reads."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Orders:
-        """Raises ValueError if the document is none."""
-        try:
-            raw = json.loads(data)
-            pulls = tuple(Pull(*each) for each in raw["pulls"])
-            awaited, replicated = tuple(raw["awaited"]), tuple(raw["replicated"])
-            return cls(raw["name"], awaited, replicated, pulls, raw["given_up"], raw["is_settled"])
-        except (KeyError, TypeError) as error:
-            raise ValueError("no orders") from error
 
 
 #: Number of saves whose failures the nodes learn of.
