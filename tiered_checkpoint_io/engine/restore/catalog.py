@@ -14,7 +14,7 @@ from tiered_checkpoint_io.engine.chunks import unverified
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.files import is_gone
-from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Held, Selector
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
@@ -26,7 +26,7 @@ from tiered_checkpoint_io.errors import (
     is_other_format,
 )
 from tiered_checkpoint_io.formats.parallel import in_parallel
-from tiered_checkpoint_io.logs import Logger, names_text
+from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.memory.parts import PART_FILE, StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -37,13 +37,10 @@ from tiered_checkpoint_io.model.manifest import METADATA, Content, Kind, Manifes
 from tiered_checkpoint_io.stores import place_of
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 from tiered_checkpoint_io.stores.peer import Endpoint
-from tiered_checkpoint_io.stores.retry import answer_within
 
 #: Manifests that are read at once when looking for the newest, and the number that is chosen by the step in a name.
 _BATCH = 32
 _BY_STEP = 8
-#: Number of checkpoints that have changed while they were read, after which others are taken.
-_MOST_CHANGES = 8
 #: Number of folders above a file that are asked for its manifest.
 _MOST_FOLDERS = 16
 
@@ -242,54 +239,6 @@ def _read(store: Store, names: Sequence[str], found: DurableCatalog) -> None:
     found.rejected += [note for note in results if isinstance(note, str)]
 
 
-class Versions:
-    """Saves whose content the durable tier had under each name, when its manifest was read."""
-
-    def __init__(self) -> None:
-        self._save_ids: dict[str, set[str]] = {}
-        #: A live run may overwrite a checkpoint again and again, faster than it is read.
-        self._left = _MOST_CHANGES
-        self._weights: set[str] = set()
-
-    def note(self, manifests: Iterable[Manifest]) -> None:
-        """Takes the manifests that were read."""
-        self._save_ids.update({each.name: {one.save_id for one in contents_of([each])} for each in manifests})
-        self._weights |= {each.name for each in manifests if not each.content.resumable}
-
-    def say_weights(self, tiers: Tiers, selector: Selector, nodes: Iterable[NodeCatalog]) -> None:
-        """Warns if there are only weights-only checkpoints: the caller may expect to resume from them."""
-        names = sorted(
-            self._weights | {each.name for node in nodes for each in node.held if not each.content.resumable}
-        )
-        if names and selector.kind == "latest":
-            text = "%s has weights alone, which training can't resume from: %s"
-            tiers.log.warning(text, tiers.dirpath, names_text(names))
-
-    def changed(self, tiers: Tiers, name: str) -> set[str] | None:
-        """Returns the saves that a name now holds; None if they are as they were, or not known.
-
-        Content that could not be read as its manifest says may have been overwritten or removed: the drain of the run
-        before may still be at work, and have committed its next checkpoint.
-        """
-        if not self._left:
-            return None
-        bound = float(tiers.config.support.durable_timeout_s)
-        ask = functools.partial(discover, tiers, Selector("name", name), {})
-        try:
-            there = answer_within(bound, ask, clock=tiers.clock)
-        except StoreError as error:
-            if error.reason != "unavailable":
-                raise
-            return None
-        now = {one.save_id for one in contents_of(there.manifests)}
-        if there.error is not None or there.rejected or now == self._save_ids.get(name, now):
-            return None
-        del self._save_ids[name]
-        self._left -= 1
-        tiers.log.warning("%s was removed or overwritten while it was read: asking the durable tier again", name)
-        return now
-
-
 def _foreign(store: Store, name: str, accepts: Kind | None) -> Content | None:
     """Returns the content that another tool wrote under a name: a file, or a folder of torch.distributed.checkpoint."""
     if accepts not in ("full", "sharded"):
@@ -388,14 +337,6 @@ def _may_belong(folder: Path, place: Place) -> bool:
 # ------------------------------------------------------------------------------------ other places
 # The run at any folder above a file may have saved it, and only that run's manifest can verify it. If neither the tier
 # nor memory knows the name at one dirpath, and a run at another one has saved the file, all ranks search there.
-
-
-class Elsewhere(Exception):  # noqa: N818 - no failure: names the dirpath to use
-    """Signal that the wanted checkpoint belongs to another dirpath; raised on rank 0, for all."""
-
-    def __init__(self, split: ids.Split) -> None:
-        super().__init__(split)
-        self.split = split
 
 
 def other_names(place: Place, name: str) -> Mapping[tuple[Place, str], ids.Split]:

@@ -182,14 +182,16 @@ class NodeFetcher:
 
         ``takes_over`` is true if only replicas are left, and this node is to own the part from now on.
         """
-        mine, part = Attempt[FetchedPart](), self._rank or 0
+        mine, notes = Attempt[FetchedPart](), list[str]()
         with contextlib.closing(self._search.peers(candidate)) as peers:
-            for tier in candidate.sources(self._search.node, part):
-                if mine.value is None:
-                    read = partial(self._read, candidate, tier, peers, takes_over=takes_over)
-                    mine = mine.then(self._search.attempt(candidate, tier, read))
-            notes = [f"rank {self._search.group.rank}: {note}" for note in peers.rejected]
-        return Attempt(mine.value, notes + mine.rejected)
+            for tier in candidate.sources(self._search.node, self._rank or 0):
+                read = partial(self._read, candidate, tier, peers, takes_over=takes_over)
+                mine = self._search.attempt(candidate, tier, read)
+                notes += mine.rejected
+                if mine.value is not None:
+                    break
+            from_peers = [f"rank {self._search.group.rank}: {note}" for note in peers.rejected]
+        return Attempt(mine.value, from_peers + notes)
 
     def _read(self, candidate: Candidate, tier: Tier, peers: Peers, *, takes_over: bool) -> FetchedPart:
         # Files of several ranks do not wait for each other.
@@ -347,14 +349,8 @@ def restore(
 
     Every rank of ``group`` calls this, and all return the same checkpoint or raise the same error.
 
-    Args:
-        ready: Opens this rank's tiers, and returns them and the request.
-        group: The ranks that load together.
-        read: Called with the checkpoint, which is held until it returns.
-        rejected: Ids of saves that this rank can't take, and the reasons.
-
-    Returns:
-        The checkpoint and the result of ``read``; None if no tier holds one, and all tiers have answered.
+    ``rejected`` has the ids of saves that this rank can't take, and the reasons. Returns the checkpoint, which is held
+    until ``read`` returns, and the result of ``read``; None if no tier holds one, and all tiers have answered.
 
     Raises:
         CheckpointNotFoundError: There is none of the wanted name.

@@ -16,14 +16,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.engine.drain.status import drain_command, tier_label
 from tiered_checkpoint_io.engine.durable.damage import edit_of
+from tiered_checkpoint_io.engine.durable.manifests import contents_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group, node_of, raise_first
 from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import (
     DurableCatalog,
-    Elsewhere,
     NodeCatalog,
     Tiers,
-    Versions,
     discover,
     look,
     queued_aliases,
@@ -40,10 +39,12 @@ from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     RestoreError,
+    StoreError,
     StoreNotFoundError,
     TieredCheckpointError,
     is_other_format,
 )
+from tiered_checkpoint_io.logs import names_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Kind, Manifest
 from tiered_checkpoint_io.stores.peer import Endpoint
@@ -52,6 +53,8 @@ from tiered_checkpoint_io.stores.retry import Question, answer_within
 _T = TypeVar("_T")
 #: Opens a rank's tiers, and returns them and its request.
 Ready = Callable[[], tuple[Tiers, Selector]]
+#: Changes of a checkpoint while it is read, before others are taken: a live run may overwrite one faster than that.
+_MOST_CHANGES = 8
 _DELETED = "%s is only in node memory, as it was deleted from %s: it is skipped; upload it again by: %s %s"
 
 #: Errors that show that a copy is bad, rather than that reading is.
@@ -60,19 +63,10 @@ DAMAGE = (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError)
 
 @dataclass(slots=True)
 class Attempt(Generic[_T]):
-    """Result of one rank with a candidate.
-
-    Attributes:
-        value: Its result, verified; None if no copy was intact.
-        rejected: Copies that were not taken, and why.
-    """
+    """Verified result of one rank with a candidate, None if no copy was intact; and the copies that were not taken."""
 
     value: _T | None = None
     rejected: list[str] = field(default_factory=list)
-
-    def then(self, later: Attempt[_T]) -> Attempt[_T]:
-        """Returns a later attempt, with the notes of this one."""
-        return Attempt(later.value, self.rejected + later.rejected)
 
 
 class _Report(NamedTuple):
@@ -138,8 +132,10 @@ class Search:
         self._why: dict[str, str] = {}
         #: Saves that were tried while no manifest of theirs was known: the durable tier may have them intact.
         self._tried_in_memory: set[str] = set()
-        #: Saves under each name on the durable tier, and True if that has changed since.
-        self._versions, self._has_changed = Versions(), False
+        #: Manifests that were read last, by name; and True if one of them has changed since.
+        self._read: dict[str, Manifest] = {}
+        self._has_changed, self._changes_left = False, _MOST_CHANGES
+        self._elsewhere: ids.Split | None = None
         self._notes: list[str] = []
 
     # ------------------------------------------------------------------------------------ trying
@@ -151,13 +147,9 @@ class Search:
     ) -> _T | None:
         """Tries one candidate after the other, at another dirpath if a run there owns it; every rank calls this.
 
-        Args:
-            ready: Opens this rank's tiers, and returns them and its request.
-            attempt: Called on all ranks with the same candidate; returns None on all if some node has no intact copy.
-            rejected: Ids of saves that this rank can't take, and the reasons.
-
-        Returns:
-            The result of ``attempt``, or None at the end: see :attr:`nothing`.
+        Returns the result of ``attempt``; None at the end, see :attr:`nothing`. All ranks call it with the same
+        candidate; it returns None on all if some node has no intact copy. ``rejected`` has the ids of saves that this
+        rank can't take, and the reasons.
 
         Raises:
             ConfigError: Some rank did not come.
@@ -260,18 +252,16 @@ class Search:
     def _next(self, candidates: Iterator[Candidate]) -> _Turn:
         """Returns the next turn."""
         turn = _Turn(self.nodes, self.endpoints)
-        try:
-            for candidate in candidates:
-                mine = self._prepare(candidate)
-                self.reject([*self._notes, *mine.rejected])
-                if mine.value is not None:
-                    turn = turn._replace(candidate=candidate, prepared=mine.value)
-                    break
-            else:
-                self.reject(self._notes)
-                turn = turn._replace(nothing=self._nothing())
-        except Elsewhere as other:
-            turn = turn._replace(elsewhere=other.split)
+        for candidate in candidates:
+            mine = self._prepare(candidate)
+            self.reject([*self._notes, *mine.rejected])
+            if mine.value is not None:
+                turn = turn._replace(candidate=candidate, prepared=mine.value)
+                break
+        else:
+            self.reject(self._notes)
+            elsewhere = self._elsewhere
+            turn = turn._replace(elsewhere=elsewhere) if elsewhere else turn._replace(nothing=self._nothing())
         self._notes = []
         return turn._replace(rejected=self.rejected, newest=max(self._seen, default=None))
 
@@ -281,12 +271,14 @@ class Search:
         Raises:
             TieredCheckpointError: As :meth:`run`.
         """
-        nodes = self._memory.values()
+        nodes, self._elsewhere = self._memory.values(), None
         if self.selector.kind != "name":
             # A newer release's part may be the newest of all; this release can't read it.
             raise_first(each.newer for each in nodes)
         if not self._untried(self._catalog()):
-            raise_first(Elsewhere(each.elsewhere) for each in nodes if each.elsewhere is not None)
+            self._elsewhere = next((each.elsewhere for each in nodes if each.elsewhere is not None), None)
+            if self._elsewhere is not None:
+                return
         known, is_there, listed = DurableCatalog(), self.selector.kind == "name", None
         for known in self._durable():
             if known.listed is not None:
@@ -296,7 +288,7 @@ class Search:
                 self.tiers.skipped(note)
             self._notes += known.rejected
             self._seen |= {manifest.content.save_id for manifest in known.manifests}
-            self._versions.note(known.manifests)
+            self._read |= {manifest.name: manifest for manifest in known.manifests}
             catalog = self._catalog(known.manifests)
             self.selector = catalog.in_one_folder(self.selector, self._accepts, self.tiers.dirpath)
             options = self._untried(catalog)
@@ -322,14 +314,12 @@ class Search:
                 (self._tried if candidate.durable is not None else self._tried_in_memory).add(candidate.save_id)
                 yield candidate
                 self._why[candidate.save_id] = "; ".join(self.rejected[told:]) or f"{candidate.name} is not intact"
-                now = self._versions.changed(self.tiers, candidate.name) if candidate.durable is not None else None
-                if now is not None:
-                    self._tried -= now  # A save may have been tried before its bytes were there.
-                    self._has_changed = True
+                if candidate.durable is not None and self._looks_changed(candidate.name):
                     break
         self.reject(self._notes)
         if not self.rejected and known.elsewhere is not None:
-            raise Elsewhere(known.elsewhere)
+            self._elsewhere = known.elsewhere
+            return
         self._refuse_edited(known.manifests if self.rejected else ())
         if known.foreign is not None and not self.rejected:
             self.tiers.log.warning("%s has no manifest: it is loaded, but nothing verified it", self.selector.name)
@@ -346,6 +336,32 @@ class Search:
                     "to load it as it is, copy it to another name, and load that; without it, memory's copy is loaded"
                 )
                 raise RestoreError(f"{text}: {found}", operation="restore", key=url, step=each.content.step, hint=hint)
+
+    def _looks_changed(self, name: str) -> bool:
+        """Returns True if the durable tier now has other saves under a name that could not be read.
+
+        The content may have been overwritten or removed: the drain of the run before may still be at work, and have
+        committed its next checkpoint.
+        """
+        if not self._changes_left:
+            return False
+        ask = partial(discover, self.tiers, Selector("name", name), {})
+        try:
+            there = answer_within(float(self.tiers.config.support.durable_timeout_s), ask, clock=self.tiers.clock)
+        except StoreError as error:
+            if error.reason != "unavailable":
+                raise
+            return False
+        before, now = self._read.get(name), {each.save_id for each in contents_of(there.manifests)}
+        is_same = before is None or now == {each.save_id for each in contents_of([before])}
+        if there.error is not None or there.rejected or is_same:
+            return False
+        del self._read[name]
+        # A save may have been tried before its bytes were there.
+        self._tried -= now
+        self._has_changed, self._changes_left = True, self._changes_left - 1
+        self.tiers.log.warning("%s was removed or overwritten while it was read: asking the durable tier again", name)
+        return True
 
     def _is_deleted(self, candidate: Candidate, listed: Collection[str], gone: Collection[str]) -> bool:
         """Returns True if the owner deleted this candidate, which is newer than all on the durable tier."""
@@ -418,7 +434,12 @@ class Search:
             hint = f"corrupt parts of memory lie in {tiers.memory.root}/quarantine; to start from scratch, remove what"
             hint = f"{again if by_name else ''}{hint} is damaged"
             return RestoreError(f"no {what} is intact: " + "; ".join(damage), hint=hint, **where)
-        self._versions.say_weights(tiers, selector, self._memory.values())
+        # The caller may expect to resume from weights alone.
+        weights = {each.name for each in self._read.values() if not each.content.resumable}
+        weights |= {each.name for node in self._memory.values() for each in node.held if not each.content.resumable}
+        if weights and selector.kind == "latest":
+            text = "%s has weights alone, which training can't resume from: %s"
+            tiers.log.warning(text, tiers.dirpath, names_text(sorted(weights)))
         hint = "see `tiered-ckpt ls` for those that exist"
         if by_name and (selector.name in ("latest", "last") or selector.name.startswith(f"{ids.SENTINELS}:")):
             hint = f"allowed: {ids.LOADABLE}"

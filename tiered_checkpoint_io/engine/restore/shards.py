@@ -89,11 +89,7 @@ class ShardFiles:
     def __init__(self, tiers: Tiers, candidate: Candidate, *, readers: int = 1, peers: Peers | None = None) -> None:
         """Joins the other readers of this node until :meth:`close`; memory's parts are read after :meth:`hold`.
 
-        Args:
-            tiers: This node's memory, and the durable tier.
-            candidate: The save.
-            readers: Number of ranks of this node that read, and share the requests that may be in flight.
-            peers: Parts of the save in the memory of other nodes; closed with this object.
+        ``readers`` ranks of this node share the requests that may be in flight. ``peers`` are closed with this object.
         """
         self._tiers = tiers
         self._content = candidate.durable
@@ -286,11 +282,7 @@ class OpenShards(Found):
         return self.small[METADATA]
 
     def expect(self, sizes: Mapping[str, int]) -> None:
-        """Expects the files that ``.metadata`` names, if another tool wrote them, so that no manifest does.
-
-        Args:
-            sizes: Bytes of each file that it names, by basename.
-        """
+        """Expects files of these sizes, which ``.metadata`` names, if another tool wrote them, without a manifest."""
         if self.content is None and self.files is not None:
             for basename, size in sizes.items():
                 self.files.expect(unverified(f"{self.name}/{basename}", size))
@@ -306,11 +298,8 @@ def open_shards(
 ) -> OpenShards:
     """Chooses a sharded checkpoint; every rank of ``group`` calls this, and all get the same, or the same error.
 
-    Args:
-        ready: Opens this rank's tiers, and returns them and the request.
-        group: The ranks that load together.
-        take: Called with the open checkpoint; if this finds damage on some rank, all try the next one.
-        rejected: Ids of saves that this rank can't take, and why.
+    ``take`` is called with the open checkpoint; if it finds damage on some rank, all try the next one. ``rejected`` has
+    the ids of saves that this rank can't take, and the reasons.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -332,9 +321,7 @@ def open_shards(
 def share_reads(spans: Sequence[Mapping[str, list[Span]]], nodes: Sequence[str]) -> list[dict[str, list[Span]]]:
     """Returns for each rank the spans, of files that it reads itself, that other ranks of its node read; pure.
 
-    Args:
-        spans: The ``(offset, length)`` spans that each rank reads, by file.
-        nodes: Each rank's node.
+    ``spans`` has the ``(offset, length)`` spans that each rank reads, by file.
     """
     shared: list[defaultdict[str, list[Span]]] = []
     for rank, (mine, node) in enumerate(zip(spans, nodes, strict=True)):
