@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 
 
 def group_of(machines, factor):
-    nodes = tuple(Node(name, str(number), "address", 1, "t", 1) for number, name in enumerate(machines))
+    nodes = tuple(Node(name, str(number), "address", 1, "t") for number, name in enumerate(machines))
     return Group("ab", factor, None, nodes)
 
 

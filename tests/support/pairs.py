@@ -104,9 +104,7 @@ def replicating(order, rank, ports):
 
     tiers = [MemoryTier.open(node(order, each), "default") for each in (0, 1)]
     tier, token = tiers[rank], "ab" * 32
-    nodes = [
-        Node(node(order, each), memory_of(tiers[each].root), "127.0.0.1", ports[each], token, 1) for each in (0, 1)
-    ]
+    nodes = [Node(node(order, each), memory_of(tiers[each].root), "127.0.0.1", ports[each], token) for each in (0, 1)]
     leave_groups(tier.root)
     join(tier.root, Group("ab", 2, None, tuple(nodes)))
     write_atomic(tier.root / "serve.json", Endpoint("127.0.0.1", ports[rank], token).to_json())

@@ -31,7 +31,6 @@ class Node(NamedTuple):
         address: Address at which its drain serves it; empty if it is not served.
         port: Port there.
         token: Token that its readers show.
-        ranks: Number of the group's ranks there.
     """
 
     machine: str
@@ -39,7 +38,6 @@ class Node(NamedTuple):
     address: str
     port: int
     token: str
-    ranks: int
 
 
 class _Document:
@@ -273,8 +271,8 @@ def check_machines(nodes: Sequence[Node], factor: int) -> None:
     count = len({node.machine for node in nodes})
     if count < factor:
         raise ConfigError(
-            f"replication_factor is {factor}, but the {sum(node.ranks for node in nodes)} ranks are on {count}"
-            " machine(s): copies on the same machine would be lost with it",
+            f"replication_factor is {factor}, but the ranks are on {count} machine(s): copies on the same machine would"
+            " be lost with it",
             operation="replicate",
             hint=f"use {factor} machines or more (containers on one count as one), or lower replication_factor",
         )

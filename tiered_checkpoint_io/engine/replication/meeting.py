@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.coordination import RankGroup, machine, trains_here
@@ -122,15 +122,6 @@ def addresses_here() -> dict[str, str]:
     return found
 
 
-class _Member(NamedTuple):
-    """Report of one rank in the exchange: its machine, its node's memory, the endpoint of that, and a random name."""
-
-    machine: str
-    memory: str
-    endpoint: Endpoint | None
-    token: str
-
-
 #: Number of saves that wait to be replicated; of more, the oldest may go.
 _MAX_WAITING = 2
 
@@ -192,7 +183,7 @@ class Peering:
         if self._config.replication_factor == 1:
             return
         if not (dist.is_available() and dist.is_initialized()):
-            check_machines([Node("here", "", "", 0, "", 1)], self._config.replication_factor)
+            check_machines([Node("here", "", "", 0, "")], self._config.replication_factor)
         store = dist.distributed_c10d._get_default_store()
         key = store, tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         if key in self._met:
@@ -209,21 +200,20 @@ class Peering:
         group = RankGroup(process_group, self._clock)
         group.arrive(what="the set-up of replication")
 
-        def report() -> _Member:
+        def report() -> tuple[Node, str]:
             self._log, self._tier, endpoint = logger, open_tier(), self._serve()
             if endpoint is not None:
                 logger.info("other nodes read replicas of this node's parts at %s", endpoint.address)
-            return _Member(machine(), memory_of(self._tier.root), endpoint, self._clock.token(8))
+            return Node(machine(), memory_of(self._tier.root), *(endpoint or ("", 0, ""))), self._clock.token(8)
 
         gathered = group.all_gather(report)
-        nodes = [
-            Node(found[0].machine, memory, *(found[0].endpoint or ("", 0, "")), len(found))
-            for memory in dict.fromkeys(each.memory for each in gathered)
-            for found in [[each for each in gathered if each.memory == memory]]
-        ]
+        of_memory: dict[str, Node] = {}
+        for node, _ in gathered:
+            of_memory.setdefault(node.memory, node)
+        nodes = tuple(of_memory.values())
         check_machines(nodes, self._config.replication_factor)
         assert self._tier is not None
-        join(self._tier.root, Group(gathered[0].token, self._config.replication_factor, series, tuple(nodes)))
+        join(self._tier.root, Group(gathered[0][1], self._config.replication_factor, series, nodes))
         self._met.append(key)
 
     def committed(self, stored: StoredPart, logger: Logger) -> None:

@@ -139,8 +139,6 @@ class Candidate:
     held: Mapping[str, Mapping[int, bool]] = field(default_factory=dict)
     #: Rank whose part has a file, by basename, as far as memory has it.
     files: Mapping[str, int] = field(default_factory=dict)
-    #: Nodes whose memory has the coordinator's part.
-    coordinators: tuple[str, ...] = ()
     #: True if the memory of the nodes has all its parts; and True if that of other nodes is known to.
     in_memory: bool = False
     replicated: bool = False
@@ -265,7 +263,6 @@ def _candidate(parts: Sequence[tuple[str, Held]], durable: tuple[str, Content] |
         here = held.setdefault(node, {})
         here[part.rank] = here.get(part.rank, False) or part.owns
     name, content = durable or (parts[0][1].name, parts[0][1].content)
-    coordinators = tuple(dict.fromkeys(node for node, part in parts if part.commits))
     ranks = {part.rank for _, part in parts}
     count = content.parts
     return Candidate(
@@ -274,8 +271,7 @@ def _candidate(parts: Sequence[tuple[str, Held]], durable: tuple[str, Content] |
         durable=durable[1] if durable is not None else None,
         held=held,
         files={entry.basename: part.rank for _, part in parts for entry in part.content.files},
-        coordinators=coordinators,
-        in_memory=bool(coordinators) and (count == 1 or ranks >= set(range(count))),
+        in_memory=any(part.commits for _, part in parts) and (count == 1 or ranks >= set(range(count))),
         replicated=any(part.replicated for _, part in parts),
         committed=any(part.committed for _, part in parts),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, kw_only=True)
 class Restored(Found):
-    """A checkpoint's verified file on this node, which stays there until it is released.
+    """A checkpoint's verified file on this node, which stays there until it is loaded.
 
     Attributes:
         path: The local file.
@@ -57,13 +57,6 @@ class Restored(Found):
 
     path: Path
     mapped: torch.UntypedStorage | None = field(default=None, repr=False)
-    _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
-
-    def __enter__(self) -> Restored:  # noqa: PYI034 - typing.Self is newer than Python 3.10
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
     def load(self, trust: Trust, *, map_location: Any, rank: int | None = None) -> Any:
         """Returns the file's state, by ``torch.load``; raises as :meth:`Trust.read`, with ``rank`` in the error."""
@@ -73,11 +66,6 @@ class Restored(Found):
         ours = self.content is not None
         options = {"map_location": map_location, "mmap": ours, "mapped": self.mapped}
         return trust.read(self.path, self.name, where, verified=ours, **options)
-
-    def release(self) -> None:
-        """Lets the file go. Mappings of it live on, unchanged."""
-        self.mapped = None
-        self._held.close()
 
 
 @dataclass(slots=True)
@@ -278,8 +266,9 @@ class NodeFetcher:
         """Returns the part of a save in this node's memory, or the replica of it that this node keeps."""
         return self.tiers.memory.find(save_id, self._rank)
 
-    def hold(self, fetched: FetchedPart) -> Restored:
-        """Holds a file that is on this node until it is loaded."""
+    @contextlib.contextmanager
+    def hold(self, fetched: FetchedPart) -> Iterator[Restored]:
+        """Holds a file that is on this node until it is loaded; mappings of it live on, unchanged."""
         part, search = fetched.part, self._search
         restored = Restored(
             name=part.name,
@@ -292,17 +281,19 @@ class NodeFetcher:
             path=fetched.path,
             seconds=self.tiers.clock.monotonic() - search.began,
         )
-        if fetched.in_memory:
-            with self._open, contextlib.ExitStack() as held:
-                descriptors = held.enter_context(opened(self.find(part.save_id), keep=self._rank is None))
-                descriptor, (mapped, self._mapped) = descriptors[fetched.path.name], (self._mapped, None)
-                if mapped is not None and os.path.samestat(mapped[1], os.fstat(descriptor)):
-                    restored.mapped = mapped[0]
-                else:
-                    restored.mapped = privately_mapped(descriptor, part.content.size)
-                restored._held.push(held.pop_all())
-        restored._held.push(self._temporary.pop_all())
-        return restored
+        with self._temporary, contextlib.ExitStack() as held:
+            if fetched.in_memory:
+                with self._open:
+                    descriptors = held.enter_context(opened(self.find(part.save_id), keep=self._rank is None))
+                    descriptor, (mapped, self._mapped) = descriptors[fetched.path.name], (self._mapped, None)
+                    if mapped is not None and os.path.samestat(mapped[1], os.fstat(descriptor)):
+                        restored.mapped = mapped[0]
+                    else:
+                        restored.mapped = privately_mapped(descriptor, part.content.size)
+            try:
+                yield restored
+            finally:
+                restored.mapped = None
 
     def _retain(self, fetched: FetchedPart) -> None:
         """Removes checkpoints that earlier loads have copied to this node, beyond its limit; never raises."""
