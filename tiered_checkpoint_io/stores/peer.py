@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
@@ -25,9 +25,6 @@ LEAST_RATE = 1 << 20
 _RECEIVE_BUFFER = 4 << 20
 #: Bytes of a description: 34 for each chunk.
 _MAX_DESCRIPTION = 64 << 20
-_MAX_HEAD = 4096
-_STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
-_LENGTH = re.compile(rb"\r\nContent-Length: (\d{1,15})(?:\r\n|\Z)", re.IGNORECASE)
 
 
 class Endpoint(NamedTuple):
@@ -55,10 +52,6 @@ class _BusyError(Exception):
     """The peer serves as many as it can."""
 
 
-class _StrangeError(Exception):
-    """The peer's answer is not understood."""
-
-
 class _OwnError(Exception):
     """Failure of this process, not of the peer, to handle the bytes."""
 
@@ -84,11 +77,11 @@ class PeerStore:
         is being replaced.
         """
         self._endpoint = endpoint
-        self._waits = "Prefer: wait\r\n" if waits else ""
+        self._headers = {"Authorization": f"Bearer {endpoint.token}", **({"Prefer": "wait"} if waits else {})}
         self._clock = clock
         self._is_patient = is_patient
         self._turn = threading.BoundedSemaphore(connections)
-        self._idle: list[_Connection] = []
+        self._idle: list[HTTPConnection] = []
         self._lost = ""
         self.metrics = Metrics()
 
@@ -101,13 +94,13 @@ class PeerStore:
     def get(self, key: str) -> bytes:
         """Returns the description of a part; with an empty key, nothing, if the peer is there."""
 
-        def read(connection: _Connection) -> bytes:
-            length = self._answer(connection, key, "", 200)
-            if length > _MAX_DESCRIPTION:
-                raise _StrangeError(f"a description of {length} bytes")
-            data = bytearray(length)
-            self._fill(connection, [memoryview(data)], lambda _: None)
-            return bytes(data)
+        def read(connection: HTTPConnection) -> bytes:
+            with self._answer(connection, key, 200) as answer:
+                if (length := answer.length or 0) > _MAX_DESCRIPTION:
+                    raise HTTPException(f"a description of {length} bytes")
+                data = bytearray(length)
+                self._fill(answer, [memoryview(data)], lambda _: None)
+                return bytes(data)
 
         return self._ask(key, read)
 
@@ -118,13 +111,13 @@ class PeerStore:
     def read_pieces(self, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]) -> None:
         """Fills several buffers: see :func:`stores.base.read_pieces`."""
         length = sum(len(piece) for piece in pieces)
-        wanted = f"Range: bytes={offset}-{offset + length - 1}\r\n"
+        wanted = f"bytes={offset}-{offset + length - 1}"
 
-        def read(connection: _Connection) -> None:
-            found = self._answer(connection, key, wanted, 206)
-            if found != length:
-                raise _StrangeError(f"{found} bytes instead of {length}")
-            self._fill(connection, pieces, filled)
+        def read(connection: HTTPConnection) -> None:
+            with self._answer(connection, key, 206, Range=wanted) as answer:
+                if answer.length != length:
+                    raise HTTPException(f"{answer.length} bytes instead of {length}")
+                self._fill(answer, pieces, filled)
 
         if length:
             self._ask(key, read)
@@ -134,7 +127,7 @@ class PeerStore:
         """Has the peer verify the part of a file that did not arrive as it should; never raises."""
         part, _, _ = key.rpartition("/")
         with contextlib.suppress(StoreError):
-            self._ask(key, lambda connection: self._answer(connection, f"{part}/check", "", 200))
+            self.get(f"{part}/check")
 
     def close(self) -> None:
         """Ends all connections."""
@@ -142,30 +135,36 @@ class PeerStore:
             self._idle.pop().close()
 
     # ------------------------------------------------------------------------------------- inside
-    def _answer(self, connection: _Connection, key: str, headers: str, expected: int) -> int:
-        """Returns the length of the answer to a request."""
-        head = f"GET /{key} HTTP/1.1\r\nAuthorization: Bearer {self._endpoint.token}\r\n{self._waits}{headers}\r\n"
-        status, length = connection.ask(head.encode())
+    @contextlib.contextmanager
+    def _answer(self, connection: HTTPConnection, key: str, expected: int, **headers: str) -> Iterator[HTTPResponse]:
+        """Yields the answer to a request, before its bytes are read."""
+        connection.request("GET", f"/{key}", headers={**self._headers, **headers})
+        with connection.getresponse() as answer:
+            status, where = answer.status, f"{self.url}/{key}"
+            if status == expected and answer.length is not None:
+                yield answer
+                return
         if status == 503:
             raise _BusyError
-        if status == expected:
-            return length
-        where = f"{self.url}/{key}"
         if status == 404:
             raise StoreNotFoundError("the peer no longer has it", operation="read", tier="peer", key=where)
         if status == 416:
             raise CorruptCheckpointError("the peer's file is too short", operation="read", tier="peer", key=where)
         if status == 401:
             raise StoreError("the peer is of another job", operation="read", tier="peer", key=where, reason="access")
-        raise _StrangeError(f"status {status}")
+        raise HTTPException(f"status {status}")
 
-    def _fill(self, connection: _Connection, pieces: Sequence[memoryview], filled: Callable[[int], None]) -> None:
+    def _fill(self, answer: HTTPResponse, pieces: Sequence[memoryview], filled: Callable[[int], None]) -> None:
         size, clock = sum(len(piece) for piece in pieces), self._clock
         deadline = clock.monotonic() + clock.timing.peer_silence_s + size / LEAST_RATE
         for index, piece in enumerate(pieces):
             done = 0
             while done < len(piece):
-                done += connection.read_into(piece[done:])
+                # Unlike the answer's own method, this one returns with the bytes that have arrived.
+                count = answer.fp.readinto1(piece[done:])
+                if not count:
+                    raise ConnectionResetError("the answer broke off")
+                done += count
                 if clock.monotonic() > deadline:
                     raise TimeoutError("it sends too slowly")
             try:
@@ -173,7 +172,7 @@ class PeerStore:
             except OSError as error:
                 raise _OwnError from error
 
-    def _ask(self, key: str, work: Callable[[_Connection], _T]) -> _T:
+    def _ask(self, key: str, work: Callable[[HTTPConnection], _T]) -> _T:
         """Does ``work`` over a connection, again if the connection ended: another drain may be taking over."""
         clock, timing, began = self._clock, self._clock.timing, self._clock.monotonic()
         while not self._lost:
@@ -192,8 +191,8 @@ class PeerStore:
                     patience_s, why = timing.peer_busy_s, "it serves as many readers as it can"
                 except ConnectionError as error:
                     patience_s, why = timing.peer_back_s, str(error)
-                except (OSError, _StrangeError) as error:
-                    why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else f"it answers {error}"
+                except (OSError, HTTPException) as error:
+                    why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else f"it answers {error!r}"
             if not self._is_patient or clock.monotonic() - began >= patience_s:
                 self._lost = self._lost or f"the peer is lost: {why}"
             else:
@@ -201,12 +200,14 @@ class PeerStore:
         raise StoreError(self._lost, operation="read", tier="peer", key=f"{self.url}/{key}", reason="unavailable")
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[_Connection]:
+    def _connected(self) -> Iterator[HTTPConnection]:
         """Yields a connection that is kept for the next request, unless this one fails."""
         if self._idle:
             connection = self._idle.pop()
         else:
-            connection = _Connection(self._endpoint, self._clock.timing.peer_silence_s)
+            connection = HTTPConnection(*self._endpoint[:2], timeout=self._clock.timing.peer_silence_s)
+            connection.connect()
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
             self.metrics.add("requests.connect")
         try:
             yield connection
@@ -214,43 +215,3 @@ class PeerStore:
             connection.close()
             raise
         self._idle.append(connection)
-
-
-class _Connection:
-    """A connection that is read straight into buffers."""
-
-    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
-        self._socket = socket.create_connection(endpoint[:2], timeout_s)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
-        self._rest = b""
-
-    def ask(self, head: bytes) -> tuple[int, int]:
-        """Sends a request; returns the status of the answer, and the bytes that follow."""
-        self._socket.sendall(head)
-        said = b""
-        while b"\r\n\r\n" not in said:
-            more = self._socket.recv(_MAX_HEAD)
-            if not more:
-                raise ConnectionResetError("the connection ended")
-            said += more
-            if len(said) > _MAX_HEAD:
-                raise _StrangeError("more than a head")
-        head, _, self._rest = said.partition(b"\r\n\r\n")
-        status, length = _STATUS.match(head), _LENGTH.search(head)
-        if status is None or length is None:
-            raise _StrangeError(repr(head[:100]))
-        return int(status[1]), int(length[1])
-
-    def read_into(self, buffer: memoryview) -> int:
-        """Fills the start of a buffer with the bytes that have arrived; returns their count."""
-        if self._rest:
-            count = min(len(self._rest), len(buffer))
-            buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-            return count
-        count = self._socket.recv_into(buffer)
-        if not count:
-            raise ConnectionResetError("the answer broke off")
-        return count
-
-    def close(self) -> None:
-        self._socket.close()
