@@ -51,8 +51,8 @@ def memory_limit(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
     Pages of tmpfs count against the limit of the cgroup that touches them first.
     """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for folder, names in _cgroups(proc, cgroup):
-        limits += names.limits(folder)
+    for folder in _cgroups(proc, cgroup):
+        limits += _numbers(folder, _LIMITS)
     return min(limits)
 
 
@@ -65,13 +65,13 @@ def memory_left(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     margin = min(_MAX_MARGIN, left[0] // _MARGIN_SHARE)
     with contextlib.suppress(OSError, ValueError, KeyError):
         left.append(_fields(proc / "meminfo")["MemAvailable"] * 1024)
-    for folder, names in _cgroups(proc, cgroup):
+    for folder in _cgroups(proc, cgroup):
         with contextlib.suppress(OSError, ValueError):
-            used = int((folder / names.usage).read_text())
             # Pages of files on disks go when room is needed; those of tmpfs are not among them.
-            cached = _fields(folder / "memory.stat")
-            room = sum(cached.get(name, 0) for name in names.cached) - used
-            left += [limit + room for limit in names.limits(folder)]
+            facts = _fields(folder / "memory.stat")
+            cached = sum(facts.get(f"total_{name}", facts.get(name, 0)) for name in ("active_file", "inactive_file"))
+            limits, used = _numbers(folder, _LIMITS), _numbers(folder, _USED)
+            left += [limit + cached - each for limit in limits for each in used]
     return min(left) - margin
 
 
@@ -80,46 +80,37 @@ def unbounded() -> int:
     return sys.maxsize
 
 
-class _Names(NamedTuple):
-    """Names of the files of a memory cgroup."""
-
-    limit: tuple[str, ...]
-    usage: str
-    cached: tuple[str, ...]
-
-    def limits(self, folder: Path) -> list[int]:
-        """Returns the limits that are set, in bytes."""
-        found = []
-        for name in self.limit:
-            with contextlib.suppress(OSError, ValueError):
-                found.append(int((folder / name).read_text()))
-        return found
+#: Files of a memory cgroup, of versions 2 and 1. Beyond memory.high the kernel ends no process, but slows
+#: each allocation down, for good if pages are of tmpfs.
+_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+_USED = ("memory.current", "memory.usage_in_bytes")
 
 
-#: Beyond memory.high the kernel ends no process, but slows each allocation down, for good if pages are of tmpfs.
-_V2 = _Names(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"))
-_V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+def _numbers(folder: Path, names: Iterable[str]) -> list[int]:
+    """Returns the numbers in files, of those that are there and hold one."""
+    found = []
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int((folder / name).read_text()))
+    return found
 
 
-def _cgroups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, _Names]]:
-    """Yields the folders whose limits may bind this process, and the names of their files."""
+def _cgroups(proc: Path, cgroup: Path) -> Iterator[Path]:
+    """Yields the folders whose limits may bind this process."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = (proc / "self" / "cgroup").read_text("utf-8", "replace").splitlines()
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if controllers == "":
-            base, names = cgroup, _V2
-        elif "memory" in controllers.split(","):
-            base, names = cgroup / "memory", _V1
-        else:
+        if controllers and "memory" not in controllers.split(","):
             continue
+        base = cgroup / "memory" if controllers else cgroup
         # The limit of any ancestor binds. In a container the path may be one that only the host
         # sees; the container's own limit is then at the root.
         own = Path(path.lstrip("/"))
         for folder in (own, *own.parents):
-            yield base / folder, names
+            yield base / folder
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -13,14 +13,13 @@ import json
 import mmap
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
-from tiered_checkpoint_io.memory.node import is_scarcity, sync_folder, write_atomic, write_private
+from tiered_checkpoint_io.memory.node import flock, is_scarcity, sync_folder, write_atomic, write_private
 from tiered_checkpoint_io.memory.slots import clean_dead
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
@@ -39,8 +38,8 @@ MARKERS = (DRAINED, PINNED, REPLICATED, AWAITED)
 _RESERVED = {PART_FILE, *MARKERS, *(f".{name}" for name in MARKERS)}
 #: End of the name of a folder that is still being made.
 NEW = ".new"
-#: Number of tries for a file that another process has locked, and the seconds between two.
-_LOOKS, _LOOK_S = 20, 0.005
+#: Time for a file that another process has locked, and between two tries, seconds.
+_LOOK_S = (0.1, 0.005)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,15 +216,9 @@ def is_read(stored: StoredPart) -> bool:
 
 def _share(descriptor: int, stored: StoredPart) -> None:
     """Locks a part's file for reading; raises CheckpointNotFoundError if its owner has taken it back."""
-    for left in reversed(range(_LOOKS)):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            # An exclusive lock: the file is its owner's slot again, whose folder is gone then; or :func:`is_read`.
-            if not left or not stored.folder.exists():
-                raise gone(stored) from error
-            time.sleep(_LOOK_S)
+    # An exclusive lock: the file is its owner's slot again, or :func:`is_read` looks at it, for a moment.
+    if not flock(descriptor, *_LOOK_S, SYSTEM, shared=True):
+        raise gone(stored)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, Reason, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
@@ -330,13 +330,12 @@ class Unconditional:
         data: UploadContent,
         expected: str | None,  # noqa: ARG002
         *,
-        journal: UploadJournal | None = None,
-        progress: Callable[[int], None] | None = None,
         look: Callable[[], None] | None = None,
+        **options: Any,
     ) -> None:
         if look is not None:
             look()
-        self._store.upload(key, data, journal=journal, progress=progress)
+        self._store.upload(key, data, **options)
 
     def delete_if(self, key: str, expected: str) -> None:  # noqa: ARG002
         self._store.delete(key)

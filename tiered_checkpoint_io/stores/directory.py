@@ -14,7 +14,7 @@ import io
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
@@ -182,7 +182,8 @@ class DirectoryStore(FileStore):
         return data, tag
 
     def put_if(self, key: str, data: bytes, expected: str | None) -> str:
-        return tag_of_put(self, key, data, lambda: self._upload_if(key, memoryview(data), expected))
+        write = self._writing_if(key, memoryview(data), expected)
+        return tag_of_put(self, key, data, lambda: self._upload(key, memoryview(data), write))
 
     def upload_if(
         self,
@@ -197,22 +198,12 @@ class DirectoryStore(FileStore):
         if look is not None:
             # At the beginning already: each write changes a file's tag, so all later changes are seen.
             look()
-        self._upload_if(key, data, expected, journal, progress)
+        self._upload(key, data, self._writing_if(key, data, expected), journal, progress)
 
-    def _upload_if(
-        self,
-        key: str,
-        data: UploadContent,
-        expected: str | None,
-        journal: UploadJournal | None = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> str:
+    def _writing_if(self, key: str, data: UploadContent, expected: str | None) -> Callable[[Any], str]:
+        """Returns the ``write`` of an upload on a condition."""
         path = self._path(key)
-
-        def write(report: Callable[[int], None]) -> str:
-            return self._write(key, path, data, report, lambda: self._unchanged("put", key, path, expected))
-
-        return self._upload(key, data, write, journal, progress)
+        return lambda report: self._write(key, path, data, report, lambda: self._unchanged("put", key, path, expected))
 
     def delete_if(self, key: str, expected: str) -> None:
         path = self._path(key)

@@ -127,8 +127,8 @@ class FileStore(ABC):
         key: str,
         data: UploadContent,
         write: Callable[[Callable[[int], None]], _T],
-        journal: UploadJournal | None,
-        progress: Callable[[int], None] | None,
+        journal: UploadJournal | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> _T:
         """Uploads through ``write``, which gets a callback for progress; does the common part of all uploads."""
         report, cancelled = Progress(progress), threading.Event()

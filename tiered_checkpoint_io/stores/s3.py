@@ -31,7 +31,7 @@ from tiered_checkpoint_io.stores.base import (
 )
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_client import Condition, S3Client, content_of, fill, size_of
-from tiered_checkpoint_io.stores.s3_errors import is_changed, is_final
+from tiered_checkpoint_io.stores.s3_errors import is_final
 
 MIB = 1 << 20
 _MIN_PART = 8 * MIB
@@ -329,7 +329,7 @@ class S3Store:
                 if progress is not None:
                     progress(size)
         except StoreError as error:
-            if not is_changed(error):
+            if error.reason != "changed":
                 raise
             text = "it was replaced while it was copied"
             raise StoreError(text, operation="copy", key=source, reason="unavailable") from error

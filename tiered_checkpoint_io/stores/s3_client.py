@@ -326,7 +326,7 @@ class S3Client:
     def _refresh(self, client: Any) -> None:
         """Gets new credentials for a client if its present ones are about to expire."""
         try:
-            _keys(_credentials_of(client))
+            _keys(client)
         except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
             raise
         except Exception as error:
@@ -354,8 +354,11 @@ class S3Client:
             self._looked_at = now
             try:
                 session = self._session()
-                found = _keys(session.get_credentials())
-                if found is None or found == _keys_of(refused):
+                found, before = _keys(session), None
+                # Those of the refused client may be such as can't be renewed.
+                with contextlib.suppress(Exception):
+                    before = _keys(refused)
+                if found is None or found == before:
                     return False
                 client = self._client_of(session)
             except Exception:
@@ -438,23 +441,11 @@ def _be_patient(client: Any, read_s: float) -> None:
         pools[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": Patient})
 
 
-def _keys(credentials: Any) -> Any:
-    """Returns the keys that sign requests, to be compared; None if there are no credentials."""
+def _keys(source: Any) -> Any:
+    """Returns the keys of a session, or of a client, which may renew them; None without, or if botocore hides them."""
+    ask = getattr(source, "get_credentials", None) or getattr(source, "_get_credentials", None)
+    credentials = None if ask is None else ask()
     return None if credentials is None else credentials.get_frozen_credentials()
-
-
-def _credentials_of(client: Any) -> Any:
-    """Returns a client's credentials, which it may renew; None if the release of botocore has no access to them."""
-    ask = getattr(client, "_get_credentials", None)
-    return None if ask is None else ask()
-
-
-def _keys_of(client: Any) -> Any:
-    """Returns the keys that a client signs with; None without credentials, or if they can't be renewed."""
-    try:
-        return _keys(_credentials_of(client))
-    except Exception:
-        return None
 
 
 def _behind(page: Mapping[str, Any], query: Mapping[str, Any]) -> dict[str, Any]:

@@ -236,11 +236,6 @@ def is_just_busy(error: StoreError) -> bool:
     return status is not None and (status < 500 or status == 503)
 
 
-def is_changed(error: StoreError) -> bool:
-    """Returns True if the server refused for a failed condition: the object is not the expected one."""
-    return _status_of(error) == 412
-
-
 def is_final(error: BaseException) -> bool:
     """Returns True if the server refused for good: neither a retry nor other credentials would help."""
     if not isinstance(error, StoreError) or error.retryable:
