@@ -18,8 +18,6 @@ from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredSt
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-#: Abilities of a kind; a story for another ability is skipped.
-SENTINELS, PARTS = "tiered:last", "parts"
 SIZE = 16
 
 
@@ -52,8 +50,6 @@ class Messages(logging.Handler):
 
 class Job:
     """One process of a job; see the module."""
-
-    can = frozenset({SENTINELS, PARTS})
 
     def __init__(self, **options):
         self.messages = Messages()
@@ -200,7 +196,6 @@ class Local(Shards):
     """A local checkpoint, of one shard: each rank's own state, and no collective."""
 
     kind = "local"
-    can = frozenset({PARTS})
 
 
 def only(tensor):

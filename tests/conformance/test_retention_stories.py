@@ -11,7 +11,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 
 from .kinds import lose_memory
-from .test_stories import LATEST, can, dirpath, kind, on_a_directory, start  # noqa: F401 - fixtures
+from .test_stories import LATEST, dirpath, kind, on_a_directory, start  # noqa: F401 - fixtures
 
 KEEP = {"retention": [{"latest": 2}, {"every_steps": 3}]}
 

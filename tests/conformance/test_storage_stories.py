@@ -16,7 +16,7 @@ from support.tenants import mounted_tmpfs
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, SaveError
 
 from .kinds import KINDS, lose_memory
-from .test_stories import LARGE, LATEST, can, dirpath, kind, on_a_directory, on_s3, start  # noqa: F401 - fixtures
+from .test_stories import LARGE, LATEST, dirpath, kind, on_a_directory, on_s3, start  # noqa: F401 - fixtures
 
 
 def test_a_run_that_goes_back_is_newer_than_the_one_before_it(start, memory_dir):

@@ -32,7 +32,7 @@ class ToldAt(Callback):
 @pytest.mark.parametrize("hook", ["on_train_end", pytest.param("on_fit_end", marks=pytest.mark.matrix)])
 def test_notice_after_the_last_batch_ends_the_script_once_all_of_the_fit_is_done(runs, hook, caplog):
     told, io = ToldAt(hook), runs.io()
-    callbacks = [PreemptionCheckpoint(requeue=False), TieredModelCheckpoint(memory_every_n_train_steps=5), told]
+    callbacks = [PreemptionCheckpoint(), TieredModelCheckpoint(memory_every_n_train_steps=5), told]
     with pytest.raises(Preempted) as end:
         runs.fit(*callbacks, io=io, ckpt_path=None)
     assert end.value.code == 128 + signal.SIGTERM
@@ -47,7 +47,7 @@ def test_notice_after_the_last_batch_ends_the_script_once_all_of_the_fit_is_done
 
 
 def test_training_on_another_thread_gets_its_notice_by_a_call(runs, caplog):
-    preemption, ends = PreemptionCheckpoint(requeue=False), []
+    preemption, ends = PreemptionCheckpoint(), []
 
     def tell():
         with pytest.raises(ValueError, match="999"):

@@ -110,7 +110,6 @@ def test_without_s3_the_checkpoint_is_in_memory_within_the_grace_time_and_reache
         ({"signals": ["SIGKILL"]}, ConfigError, "SIGKILL cannot be handled"),
         ({"signals": []}, ConfigError, "signals is empty"),
         ({"name": "../up"}, ConfigError, "up"),
-        ({"requeue": "yes"}, ConfigError, "requeue is 'yes'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, error, says):
@@ -122,7 +121,7 @@ def test_the_last_checkpoint_neither_waits_for_earlier_uploads_nor_gives_way_to_
     s3_url, s3_server, memory_dir, tmp_path, monkeypatch, caplog
 ):
     """Ordinary uploads stall; seen is the time that is left when the last checkpoint is captured."""
-    left, fill, preemption = [], Capturer.fill, PreemptionCheckpoint(grace_seconds=6.0, requeue=False)
+    left, fill, preemption = [], Capturer.fill, PreemptionCheckpoint(grace_seconds=6.0)
 
     def filling(capturer, *args, **options):
         left.append(preemption.notice.left_s(io.checkpointer.session))
@@ -154,9 +153,7 @@ def test_a_last_checkpoint_that_fails_is_not_said_to_be_there(staging, runs, mon
     monkeypatch.setattr(PartSave, "seal", fails)
     callback = TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=0)
     with pytest.raises(Preempted):
-        runs.fit(
-            callback, PreemptionCheckpoint(requeue=False), model=Told(5), io=runs.io(staging=staging), ckpt_path=None
-        )
+        runs.fit(callback, PreemptionCheckpoint(), model=Told(5), io=runs.io(staging=staging), ckpt_path=None)
     assert not [line for line in caplog.messages if "the last checkpoint is" in line]
     assert "Step 5: there is no last checkpoint: it was not saved" in caplog.messages
     assert runs.durable() == []

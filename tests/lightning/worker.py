@@ -261,7 +261,7 @@ def fit():
     callbacks += [made() for name, made in (("average", Average), ("first", First)) if told.get(name)]
     callbacks += [Odd()] if "unpicklable" in told or "sharded" in told else []
     if "signals" in told:
-        grace = {"grace_seconds": told.get("grace", 20.0), "signals": ("SIGTERM", "SIGUSR1"), "requeue": False}
+        grace = {"grace_seconds": told.get("grace", 20.0), "signals": ("SIGTERM", "SIGUSR1")}
         callbacks += [PreemptionCheckpoint(**grace), Moments()]
     # Saves on all ranks together, if all of them fail.
     callbacks += [OnExceptionCheckpoint(told["dirpath"])] if told.get("on_exception") else []

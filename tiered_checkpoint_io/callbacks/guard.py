@@ -41,8 +41,6 @@ class StrategyGuard(Callback):
         #: True if room for a first save is still to be made, and the step that training began with.
         self._prepares, self._began_at = False, 0
         self._has_trained = self._has_ended = False
-        #: Lightning's own callbacks without a dirpath, if nothing is trained.
-        self._without_dirpath: list[ModelCheckpoint] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses saves that would bypass our checkpoint IO; claims the dirpath; starts the drain, and replication."""
@@ -53,17 +51,17 @@ class StrategyGuard(Callback):
         train_here()
         io.is_for_trainer = lambda path: path == trainer.ckpt_path
         _count_as_last(trainer, io)
-        # Classes derived from it are their authors' business.
-        stock = [each for each in trainer.checkpoint_callbacks if type(each) is ModelCheckpoint]
+        for callback in trainer.checkpoint_callbacks:
+            # Classes derived from it are their authors' business. In an evaluation, Lightning would give one without a
+            # dirpath a folder, which a later fit would keep.
+            if type(callback) is ModelCheckpoint and (stage == "fit" or not callback.dirpath):
+                _place(callback, trainer, io)
+                self._adopted = True
         if stage != "fit":
-            self._without_dirpath = [each for each in stock if not each.dirpath]
             return
         self._has_trained = self._has_ended = False
         # Before other callbacks in each hook. Not in place: Lightning goes through this list just now.
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]  # type: ignore[attr-defined]
-        for callback in stock:
-            _place(callback, trainer, io)
-            self._adopted = True
         session, need = io.checkpointer.session, _need(trainer, pl_module)
         on_rank_0(trainer, lambda: preflight(session, need))
         if need.memory_steps or need.durable_steps:
@@ -220,17 +218,8 @@ class StrategyGuard(Callback):
                     each._save_where_it_left(trainer, pl_module)
             say_summary(trainer)
             self._end(trainer)
-        else:
-            self._forget_dirpaths()
-
-    def _forget_dirpaths(self) -> None:
-        # In an evaluation, Lightning sets a folder in its own callback, which a later fit would keep.
-        for each in self._without_dirpath:
-            each.dirpath = None
-        self._without_dirpath = []
 
     def _end(self, trainer: Trainer, exception: BaseException | None = None) -> None:
-        self._forget_dirpaths()
         if self._overlapping is not None:
             self._overlapping.leave(trainer)
             self._overlapping = None

@@ -231,7 +231,6 @@ class PreemptionCheckpoint(Callback):
         grace_seconds: float = 30.0,
         signals: Iterable[str | int] = ("SIGTERM", "SIGUSR1"),
         name: str = "preempted",
-        requeue: bool | None = None,
     ) -> None:
         """Validates the arguments.
 
@@ -239,16 +238,12 @@ class PreemptionCheckpoint(Callback):
             grace_seconds: Seconds from the signal to the kill; 30 is the default of Kubernetes and Slurm.
             signals: Signals that ask the job to end.
             name: Name of the checkpoint below dirpath, without its ending. The next one overwrites it.
-            requeue: True to have Slurm queue the job again; by default as Lightning's SLURMEnvironment is configured.
 
         Raises:
             ConfigError: A value or the name is not allowed.
         """
         self.notice = Notice(signals, grace_seconds)
         self.name = ids.validate_new_name(f"{name}.ckpt")
-        if requeue not in (True, False, None):
-            raise ConfigError(f"requeue is {requeue!r}", hint="allowed: true, false or null")
-        self.requeue = requeue
         self._io: TieredCheckpointIO | None = None
         self._agreement: Agreement | None = None
         self._validation_batches = 0.0
@@ -363,8 +358,8 @@ class PreemptionCheckpoint(Callback):
     def _leave(self, trainer: Trainer, number: signal.Signals) -> NoReturn:
         session = self._session
         environment = trainer._accelerator_connector.cluster_environment
-        requeues = isinstance(environment, SLURMEnvironment) and bool(environment.auto_requeue)
-        if trainer.is_global_zero and (requeues if self.requeue is None else self.requeue):
+        # Lightning's own handler of SIGUSR1, which is replaced, would do the same.
+        if trainer.is_global_zero and isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             requeue(session.log, session.clock.timing.requeue_s)
         if self._agreement is not None:
             self._agreement.leave()
