@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from typing import Annotated
 
@@ -11,11 +11,11 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import Address, AnyDirpath, Memory, Name, Nodes, Output, name_of
-from tiered_checkpoint_io.cli.output import Columns, say, show, write, write_json
+from tiered_checkpoint_io.cli.output import Columns, cells_of, say, show, write, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, without_secrets
 from tiered_checkpoint_io.inventory.node import Namespace, look_at, look_at_node, places_of
-from tiered_checkpoint_io.inventory.rows import CheckpointInfo, CheckpointState, Details, Look, Tiers, details_of, iso
+from tiered_checkpoint_io.inventory.rows import CheckpointInfo, CheckpointState, Details, Look, Tiers, details_of
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.metrics import prometheus_text
 from tiered_checkpoint_io.model import ids
@@ -65,7 +65,7 @@ class Ls(Output, Address, Memory):
                 if number:
                     say("")
                 if isinstance(each, Details):
-                    _show_details(each, names_of(look.checkpoints))
+                    _show_details(each)
         if error is not None:
             raise error
         raise typer.Exit(1 if any(each.state in _DAMAGED for each in found) else 0)
@@ -108,7 +108,7 @@ def _details(wanted: str, config: TieredCheckpointConfig, look: Look, error: Sto
 # ------------------------------------------------------------------------------------------ text
 def columns_of(rows: Sequence[CheckpointInfo], *, with_dirpath: bool = False) -> Columns:
     """Returns the columns of a table of checkpoints."""
-    names = names_of(rows)
+    names = {each.save_id: each.name for each in rows if not each.alias_of}
     return {
         "name": "name",
         "step": lambda each: "?" if each.step is None and each.kind is None else each.step,
@@ -117,24 +117,13 @@ def columns_of(rows: Sequence[CheckpointInfo], *, with_dirpath: bool = False) ->
         "metric": lambda each: f"{each.metric.monitor}={each.metric.value:.6g}" if each.metric is not None else "",
         "where": lambda each: ", ".join(each.where),
         "kind": lambda each: f"{each.kind or '?'}{'' if each.resumable or each.kind is None else ', not resumable'}",
-        "state": state_text,
-        "note": lambda each: note_of(each, names),
+        "state": lambda each: _STATES.get(each.state, each.state),
+        "note": lambda each: _note(each, names),
         **({"dirpath": "dirpath"} if with_dirpath else {}),
     }
 
 
-def names_of(rows: Iterable[CheckpointInfo]) -> dict[str, str]:
-    """Returns the names of saves, by their ids, for :func:`note_of`."""
-    return {each.save_id: each.name for each in rows if not each.alias_of}
-
-
-def state_text(each: CheckpointInfo) -> str:
-    """Returns a state, for people."""
-    return _STATES.get(each.state, each.state)
-
-
-def note_of(each: CheckpointInfo, names: Mapping[str, str], *, with_problem: bool = True) -> str:
-    """Returns further notes about a checkpoint."""
+def _note(each: CheckpointInfo, names: Mapping[str, str]) -> str:
     notes = ["latest"] if each.is_latest else []
     if each.alias_of:
         notes.append(f"alias of {each.alias_of}")
@@ -142,7 +131,7 @@ def note_of(each: CheckpointInfo, names: Mapping[str, str], *, with_problem: boo
         notes.append(f"copy of {names.get(each.copy_of, 'a deleted checkpoint')}")
     if each.parts > each.parts_here and "durable" not in each.where and each.where:
         notes.append(f"{each.parts_here} of {each.parts} parts on this node")
-    return "; ".join([*notes, *([each.problem] if each.problem and with_problem else [])])
+    return "; ".join([*notes, *([each.problem] if each.problem else [])])
 
 
 def age_text(created: datetime | None) -> str:
@@ -154,31 +143,11 @@ def age_text(created: datetime | None) -> str:
     return next(f"{age // seconds:.0f} {unit}" for bound, seconds, unit in _UNITS if age < bound)
 
 
-def _show_details(info: Details, names: Mapping[str, str]) -> None:
-    facts = {
-        "name": info.name,
-        "url": info.url,
-        "state": state_text(info),
-        "where": ", ".join(info.where),
-        "note": note_of(info, names, with_problem=False),
-        "problem": info.problem,
-        "step": info.step,
-        "epoch": info.epoch,
-        "metric": f"{info.metric.monitor} = {info.metric.value!r}" if info.metric is not None else "",
-        "size": size_text(info.size_bytes),
-        "created": f"{iso(info.created)}, {age_text(info.created)} ago" if info.created else None,
-        "kind": info.kind,
-        "resumable": "yes" if info.resumable else "no",
-        "parts": info.parts or None,
-        "save id": info.save_id,
-        "manifest": info.manifest_key,
-        "aliases": ", ".join(info.aliases),
-        "namespace": info.namespace,
-        "written by": ", ".join(f"{what} {version}" for what, version in info.writer.items()),
-    }
-    for what, value in facts.items():
-        if value not in (None, ""):
-            say(f"{what}: {value}")
+def _show_details(info: Details) -> None:
+    facts = [each.name for each in fields(info) if each.name not in ("files", "held_parts")]
+    for name, cell in zip(facts, cells_of(info, {each: each for each in facts}), strict=True):
+        if cell:
+            say(f"{name.removesuffix('_bytes').replace('_', ' ')}: {cell}")
     if info.held_parts:
         say("Parts on this node:")
         show(info.held_parts, {each: each for each in ("rank", "tier", "size_bytes", "state", "namespace", "folder")})

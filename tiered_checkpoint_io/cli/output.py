@@ -80,7 +80,7 @@ def as_json(value: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------ tables
 def cells_of(row: object, columns: Columns) -> list[str]:
-    """Returns the cells of a row: sizes with their unit, nothing for None."""
+    """Returns the cells of a row: sizes with their unit, nothing for None or an empty list."""
     cells = []
     for column in columns.values():
         value: Any = getattr(row, column) if isinstance(column, str) else column(row)
@@ -88,6 +88,12 @@ def cells_of(row: object, columns: Columns) -> list[str]:
             value = size_text(value)
         elif isinstance(value, bool):
             value = "yes" if value else "no"
+        elif isinstance(value, datetime):
+            value = iso(value)
+        elif isinstance(value, Mapping):
+            value = ", ".join(f"{what} {each}" for what, each in value.items())
+        elif isinstance(value, list | tuple):
+            value = ", ".join(map(str, value))
         cells.append("" if value is None else printable(str(value)))
     return cells
 

@@ -28,7 +28,6 @@ from tiered_checkpoint_io.cli.options import (
 from tiered_checkpoint_io.cli.output import Columns, progress, row_writer, say, write_json
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.drain.process import GRACE_S
-from tiered_checkpoint_io.engine.drain.stores import tier_at
 from tiered_checkpoint_io.engine.durable.damage import Damage, content_or_damage, contents_there
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import (
@@ -40,10 +39,11 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
     is_other_format,
 )
+from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, held_part, look_at
 from tiered_checkpoint_io.inventory.rows import DurableCheckpoint, File, checkpoints, find, read, resumable
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.node import MemoryFullError, node_budget
-from tiered_checkpoint_io.memory.parts import StoredPart, reading
+from tiered_checkpoint_io.memory.parts import reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -90,9 +90,6 @@ class Tier(str, Enum):
     durable = "durable"
 
 
-_Parts = Sequence[tuple[MemoryTier, StoredPart]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Verify(Output, Address, Nodes):
     """Reads checkpoints of both tiers, and compares every byte with its hash.
@@ -122,26 +119,23 @@ class Verify(Output, Address, Nodes):
 
         asks = config is not None and self.tier is not Tier.memory
         looks = self.tier is not Tier.durable and (self.namespace is not None or self.has_memory)
-        tiers = [tier_at(each) for each in self.roots()] if looks else []
-        held: _Parts = [(each, stored) for each in tiers for stored in each.held()]
-        found: list[DurableCheckpoint] | None = None
-        if config is not None:
-            place = place_of(config)
-            held = [(each, stored) for each, stored in held if stored.part.place == place]
-            tiers = [each for each in tiers if each.place == place]
-            if wanted == ids.LATEST:
-                found = ask(config, lambda store: _look(store, None, held)) if asks else []
-                held, found = _latest(held, found)
-            elif wanted is not None:
-                held = [(each, stored) for each, stored in held if stored.part.name == wanted]
-        _check_memory(tiers if wanted is None else [], held, report, silent=self.as_json)
+        node = [look_at(each) for each in self.roots()] if looks else []
+        place = place_of(config) if config is not None else None
+        held = [part for each in node for part in each.parts if place in (None, part.place)]
+        damaged = [part for each in node for part in each.damaged if place in (None, part.place)]
+        found: list[DurableCheckpoint] = []
         if config is not None and asks:
-
-            def check(store: Store) -> None:
-                there = _look(store, wanted, held) if found is None else found
-                check_durable(store, there, report, silent=self.as_json)
-
-            ask(config, check)
+            found = ask(config, lambda store: _look(store, wanted, held))
+        if wanted == ids.LATEST:
+            # What a restart on this node would take.
+            meant = next(iter(resumable(found, (each.stored for each in held))), None)
+            held = [each for each in held if meant is not None and each.save_id == meant.save_id]
+            found = [each for each in found if meant is not None and meant.durable and each.name == meant.name]
+        elif wanted is not None:
+            held = [each for each in held if each.name == wanted]
+        _check_memory(held, damaged if wanted is None else [], report, silent=self.as_json)
+        if config is not None and asks:
+            ask(config, lambda store: check_durable(store, found, report, silent=self.as_json))
         if not rows:
             # Exit status 0 would look as if something had been verified.
             raise CheckpointNotFoundError(
@@ -159,7 +153,7 @@ class Verify(Output, Address, Nodes):
 
 def _look(store: Store, wanted: str | None, held: Sequence[object]) -> list[DurableCheckpoint]:
     """Returns the durable tier's checkpoints, or those of a name; none at all is no error if memory has something."""
-    if wanted is not None:
+    if wanted not in (None, ids.LATEST):
         return [each for each in [read(store, wanted)] if each.is_there]
     try:
         return checkpoints(store)
@@ -169,27 +163,13 @@ def _look(store: Store, wanted: str | None, held: Sequence[object]) -> list[Dura
         raise
 
 
-def _latest(held: _Parts, found: Sequence[DurableCheckpoint]) -> tuple[_Parts, list[DurableCheckpoint]]:
-    """Returns the copies of the checkpoint that a restart on this node would take; raises as :func:`resumable`."""
-    meant = next(iter(resumable(found, (stored for _, stored in held))), None)
-    if meant is None:
-        return [], []
-    return (
-        [(tier, stored) for tier, stored in held if stored.save_id == meant.save_id],
-        [each for each in found if meant.durable is not None and each.name == meant.name],
-    )
-
-
-def check_part(tier: MemoryTier, stored: StoredPart, count: Callable[[int], None]) -> Checked:
+def check_part(held: HeldPart, count: Callable[[int], None]) -> Checked:
     """Reads a part in memory; one that was removed meanwhile is not damaged."""
-    part = stored.part
-    copy: Literal["own", "replica", "spill"] = (
-        "replica" if stored.is_replica else "spill" if tier.is_spilled(stored.folder) else "own"
-    )
+    stored, part = held.stored, held.stored.part
 
     def checked(state: CopyState, file: str | None = None, error: str | None = None) -> Checked:
         step, size = ids.known(part.content.step), part.content.size
-        return Checked(part.name, "memory", state, part.rank, copy, file, error, step, size)
+        return Checked(part.name, "memory", state, part.rank, _COPIES[held.tier], file, error, step, size)
 
     try:
         with reading(stored) as views:
@@ -203,14 +183,12 @@ def check_part(tier: MemoryTier, stored: StoredPart, count: Callable[[int], None
     return checked("intact")
 
 
-def _check_memory(tiers: Sequence[MemoryTier], held: _Parts, report: Report, *, silent: bool) -> None:
-    count = progress("memory", sum(stored.part.content.size for _, stored in held), silent=silent)
-    for tier, stored in held:
-        report(check_part(tier, stored, count))
-    for tier in tiers:
-        for folder, error in tier.unreadable():
-            state: CopyState = "newer" if is_other_format(error) else "damaged"
-            report(Checked(str(folder), "memory", state, error=str(error)))
+def _check_memory(held: Sequence[HeldPart], damaged: Sequence[BrokenPart], report: Report, *, silent: bool) -> None:
+    count = progress("memory", sum(each.size_bytes for each in held), silent=silent)
+    for each in held:
+        report(check_part(each, count))
+    for broken in damaged:
+        report(Checked(str(broken.folder), "memory", "newer" if broken.is_newer else "damaged", error=broken.why))
 
 
 def check_durable(store: Store, found: Sequence[DurableCheckpoint], report: Report, *, silent: bool) -> None:
@@ -258,6 +236,7 @@ def _note(row: Checked) -> str:
     return ": ".join(filter(None, (_WHY.get(row.state, ""), error)))
 
 
+_COPIES: dict[str, Literal["own", "replica", "spill"]] = {"memory": "own", "replicas": "replica", "spill": "spill"}
 _WORDS = {"newer": "NEWER", "damaged": "DAMAGED", "gone": "GONE"}
 _WHY = {"changed": "removed or overwritten while it was read", "newer": "it needs a newer release"}
 _COLUMNS: Columns = {
@@ -477,7 +456,7 @@ def _has(tier: MemoryTier, part: Part) -> bool:
     heard = moving()
     for stored in tier.held():
         if (stored.save_id, stored.part.rank) == (part.save_id, part.rank):
-            checked = check_part(tier, stored, lambda _: heard())
+            checked = check_part(held_part(tier, stored, ()), lambda _: heard())
             if checked.state == "damaged":
                 tier.quarantine(stored.folder, checked.error or "")
             elif checked.state == "intact":
