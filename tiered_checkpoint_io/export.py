@@ -92,12 +92,7 @@ class Source:
         return self.content.kind == "full"
 
     def fetch(self, views: Mapping[str, memoryview]) -> None:
-        """Reads files, by their paths, into buffers of their sizes.
-
-        Raises:
-            CorruptCheckpointError: The bytes differ from the saved ones.
-            StoreError: The checkpoint could not be read.
-        """
+        """Reads files, by their paths, into buffers of their sizes; raises CorruptCheckpointError or StoreError."""
 
         def one(job: tuple[FileEntry, int]) -> None:
             entry, index = job
@@ -133,11 +128,7 @@ class Source:
 def to_torch_file(source: Source, folder: Path) -> Path:
     """Makes a file of the whole state as ``torch.save`` does; of a full checkpoint, copies the file.
 
-    Raises:
-        RestoreError: The checkpoint is local, or holds objects that are not trusted.
-        SaveError: The file can't be written.
-        CorruptCheckpointError: The bytes differ from the saved ones.
-        StoreError: The checkpoint could not be read.
+    Raises RestoreError if the checkpoint is local, or holds objects that are not trusted.
     """
     is_full, made = source.is_full, source.fetch_to(folder)
     if is_full:
@@ -157,11 +148,7 @@ def to_safetensors(source: Source, folder: Path, *, prefix: str | None = None) -
     """Makes a file of tensors as Hugging Face's libraries read them.
 
     All files are made in ``folder``. ``prefix`` selects tensors, which are named without it: by default ``state_dict.``
-    if a name has it, else all.
-
-    Raises:
-        SaveError: No tensor has the prefix; or safetensors has no name for an element type.
-        TieredCheckpointError: As :func:`to_torch_file`.
+    if a name has it, else all. Raises SaveError if no tensor has it, and as :func:`to_torch_file`.
     """
     is_full, path = source.is_full, folder / "safetensors"
     source.fetch_to(folder)
@@ -229,17 +216,13 @@ def _full(source: Source, folder: Path) -> dict[str, torch.Tensor]:
 
 
 class _Sharded:
-    """A sharded checkpoint, read by DCP's plans through the reader of the restore.
-
-    Attributes:
-        tensors: Type and shape of its tensors, by DCP's names.
-    """
+    """A sharded checkpoint, read by DCP's plans through the reader of the restore."""
 
     def __init__(self, source: Source, folder: Path) -> None:
-        """Reads ``.metadata``; raises CorruptCheckpointError if the file is damaged."""
         data = (folder / METADATA).read_bytes()
         self._metadata: Metadata = parse_metadata(data, tier="durable", where=f"{source.where}/{METADATA}")
         described = self._metadata.state_dict_metadata
+        #: Type and shape of its tensors, by DCP's names.
         self.tensors = {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
         log, files = logging.getLogger("tiered_checkpoint_io.export"), _Here(folder)
         self._reader = PlanReader(self._metadata, files, source.trust, log)  # type: ignore[arg-type]
@@ -290,15 +273,7 @@ def folder_for(target: Path) -> Iterator[Path]:
 
 
 def give_names(files: Mapping[Path, Path], *, replace: bool) -> None:
-    """Gives complete files their names, in this order.
-
-    Args:
-        files: The files, by their names to be; missing folders are made.
-        replace: Replace files that exist.
-
-    Raises:
-        SaveError: See :func:`refuse_existing`; or a name can't be given.
-    """
+    """Gives complete files their names, the keys, in this order; makes missing folders."""
     refuse_existing(files, replace=replace)
     with local_work():
         for target, made in files.items():

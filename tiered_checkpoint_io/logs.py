@@ -74,16 +74,9 @@ class DebugOnly(_Adapter):
 def get_logger(
     namespace: str, *, rank: int = 0, log_dir: str | None = None, logger: Logger | None = None
 ) -> CheckpointLogger:
-    """Returns a logger for one job and rank.
+    """Returns a logger for one job and global rank; ``logger`` is the user's own, used instead of ours.
 
-    Args:
-        namespace: The job's namespace.
-        rank: The global rank.
-        log_dir: Folder of a further log, ``{namespace}_checkpointing.log``; made if absent.
-        logger: The user's own logger, used instead of ours.
-
-    Raises:
-        ConfigError: The file in ``log_dir`` can't be opened.
+    ``log_dir`` gets a further log, ``{namespace}_checkpointing.log``; raises ConfigError if that can't be opened.
     """
     target: Any = logger if logger is not None else _own_logger()
     while isinstance(target, logging.LoggerAdapter):
@@ -115,28 +108,6 @@ def of_step(step: int) -> str:
 def rate(size: int, seconds: float) -> str:
     """Returns ``1.50 GiB in 0.75 s (2.00 GiB/s)``."""
     return f"{size_text(size)} in {seconds:.3f} s ({size_text(int(size / max(seconds, 1e-9)))}/s)"
-
-
-class _DefaultLevel(int):
-    """INFO, until the user sets a level; its class differs from the class of the user's level."""
-
-
-class _Ours(logging.Filter):
-    """Keeps to the root logger's level if the user set one there, and none on our own logger.
-
-    Both levels are read at each record, because ``logging.basicConfig`` may come later. Files in ``log_dir`` also get
-    records below the root logger's level.
-    """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        logger, root = logging.getLogger(_NAME), logging.getLogger()
-        is_configured = bool(root.handlers) or root.level != logging.WARNING
-        if not (is_configured and isinstance(logger.level, _DefaultLevel)) or record.levelno >= root.level:
-            return True
-        for handler in logger.handlers:
-            if isinstance(handler, _JobFile):
-                handler.handle(record)
-        return False
 
 
 class _Console(_StreamHandler):
@@ -197,10 +168,8 @@ def _own_logger() -> logging.Logger:
     logger = logging.getLogger(_NAME)
     if not any(isinstance(each, _Console) for each in logger.handlers):
         logger.addHandler(_Console())
-    if not any(isinstance(each, _Ours) for each in logger.filters):
-        logger.addFilter(_Ours())
     if logger.level == logging.NOTSET:
-        logger.setLevel(_DefaultLevel(logging.INFO))
+        logger.setLevel(logging.INFO)
     return logger
 
 

@@ -62,20 +62,14 @@ Values = float | None | Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
-
-    Attributes:
-        name: Its full name. Names of counters end in ``_total``.
-        kind: A ``counter`` only grows, until the record of the run is deleted; a ``gauge`` is a value of now.
-        meaning: Its meaning, in one or two sentences.
-        read: Reads it from a look.
-        label: The label of its values, besides ``namespace``, which all have; empty for a single value.
-    """
+    """One metric, read from a look."""
 
     name: str
+    #: A ``counter`` only grows, until the record of the run is deleted; a ``gauge`` is a value of now.
     kind: Literal["counter", "gauge"]
     meaning: str
     read: Callable[[_Look], Values]
+    #: The label of its values, besides ``namespace``, which all have; empty for a single value.
     label: str = ""
 
 

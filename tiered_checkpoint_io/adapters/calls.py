@@ -80,9 +80,6 @@ class Ranks(NamedTuple):
 
         The process group holds one state among its ranks, each another shard. With a replication group, the default is
         the ranks with this rank's place in their groups; ``coordinator_rank`` is then the global rank that saves.
-
-        Raises:
-            ConfigError: The groups do not define a shard.
         """
         process_group, replication_group, writer = self[:3]
         if self.are_alone:
@@ -148,9 +145,7 @@ def _is_in_background(frame: Any) -> bool:
 def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]:
     """Returns the ranks that failed, and the failure of the lowest one; equal on all ranks.
 
-    Raises:
-        BaseException: A rank was interrupted (Ctrl-C, a signal handler that exits), which DCP takes for an ordinary
-            failure. All ranks raise it.
+    Raises the interrupt of a rank (Ctrl-C, a signal handler that exits), which DCP takes for an ordinary failure.
     """
     ranks = sorted(error.failures)
     failures = [error.failures[rank][0] for rank in ranks]

@@ -99,12 +99,9 @@ class Settings:
 
 
 def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
-    """Validates the arguments of :class:`TieredStorageWriter`.
+    """Validates a writer's ``config``, in any of its forms, and the single keys that replace keys of it.
 
-    Args:
-        config: In any of its forms.
-        options: Single keys that replace keys of ``config``. None counts as a value if it is one; of a key for which it
-            is none, as if it were not given.
+    None counts as a value if it is one; of a key for which it is none, as if it were not given.
     """
     refuse_keys_of_others(options, "tiered_checkpoint_io.dcp", _NOT_OURS)
     given = {key: value for key, value in options.items() if value is not None or key in _NULLABLE}

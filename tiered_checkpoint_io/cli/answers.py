@@ -28,9 +28,7 @@ _LOOK_S = 0.2
 def ask(config: TieredCheckpointConfig, work: Callable[[Store], _T], dirpath: str | None = None) -> _T:
     """Opens the durable tier of a configuration, or ``dirpath`` with its options, and runs ``work`` on the store.
 
-    Raises:
-        StoreError: The server was silent for ``durable_timeout_s``; shown every five seconds.
-        BaseException: Errors of ``work``.
+    A silent server is shown every five seconds; after ``durable_timeout_s`` it is a StoreError.
     """
     where = printable(dirpath or config.dirpath)
 
@@ -51,11 +49,8 @@ def claimed(
 ) -> Iterator[bool]:
     """Holds the lease in the block; yields True if held, False if ``stop`` was set before.
 
-    ``makes_room`` is true if the block only deletes: without room for a lease, only other leases are checked.
-
-    Raises:
-        ConfigError: A live run holds the lease, or may hold it and there is no room to ask.
-        StoreError: The tier does not answer, or refuses.
+    ``makes_room`` is true if the block only deletes: without room for a lease, only other leases are checked. Raises
+    ConfigError if a live run holds the lease, or may hold it and there is no room to ask.
     """
     store = open_store(config, dirpath)
     namespace = config.namespace if dirpath is None else ids.namespace_of(dirpath)

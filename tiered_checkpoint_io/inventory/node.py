@@ -311,16 +311,11 @@ def saves_of(parts: Iterable[StoredPart]) -> list[HeldSave]:
 def to_flush(
     own: Iterable[StoredPart], *, name: str | None = None, everything: bool = False, without: Collection[Unit] = ()
 ) -> list[HeldSave]:
-    """Chooses the saves that have to be on the durable tier, the newest first; some may be there already. Pure.
+    """Chooses of this node's parts the saves that have to be on the durable tier, the newest first. Pure.
 
     By default: for each durable tier and payload, the saves that training can resume from, down to the newest one that
-    is complete here; parts of newer ones may be on other nodes. With each save, all of its unit.
-
-    Args:
-        own: This node's own parts.
-        name: Only the newest save of this name, which may be given as a path or URL below its durable tier.
-        everything: All saves.
-        without: Units that are not to be chosen.
+    is complete here; parts of newer ones may be on other nodes. With each save, all of its unit. ``name`` may be a path
+    or URL below the durable tier.
     """
     saves = [save for save in saves_of(own) if save.unit not in without]
     if everything:

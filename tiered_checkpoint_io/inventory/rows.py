@@ -111,13 +111,7 @@ def resumable(found: Sequence[DurableCheckpoint], held: Iterable[StoredPart] = (
 
 
 def find(store: Store, name: str) -> Manifest:
-    """Returns the checkpoint of a name, an alias, or ``tiered:latest``; of the latter, logs skipped checkpoints.
-
-    Raises:
-        CheckpointNotFoundError: There is no such checkpoint.
-        CorruptCheckpointError: Its manifest can't be understood; or a newer release may have written the latest.
-        StoreError: The tier could not be read.
-    """
+    """Returns the checkpoint of a name, an alias, or ``tiered:latest``; of the latter, logs skipped checkpoints."""
     text, hint = "there is no checkpoint to resume from", "name another one: see `tiered-ckpt ls`"
     if name == ids.LATEST:
         listed = read_all(store)
