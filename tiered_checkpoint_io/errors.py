@@ -81,6 +81,7 @@ class TieredCheckpointError(Exception):
         step: The training step of the checkpoint.
         hint: Advice for the user.
         reason: The kind of failure, if code distinguishes several of one class; see :data:`Reason`.
+        rejected: Of a restore, ids of saves that were tried before, and the reasons why they were not taken.
     """
 
     #: The tier that errors of this class are about, if none is named.
@@ -99,6 +100,7 @@ class TieredCheckpointError(Exception):
         step: int | None = None,
         hint: str | None = None,
         reason: Reason | None = None,
+        rejected: Mapping[str, str] | None = None,
     ) -> None:
         # Errors are logged, written down and sent to other ranks; URLs in them may hold secrets.
         self.message = without_secrets(message)
@@ -109,6 +111,7 @@ class TieredCheckpointError(Exception):
         self.step = step
         self.hint = without_secrets(hint) if hint is not None else None
         self.reason = reason or self._reason
+        self.rejected = dict(rejected or {})
         super().__init__(self.message)
 
     @property
@@ -129,7 +132,7 @@ class TieredCheckpointError(Exception):
         return f"{text} — {self.hint}" if self.hint else text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {field: getattr(self, field) for field in (*_CONTEXT_FIELDS, "hint", "reason")}
+        state = {field: getattr(self, field) for field in (*_CONTEXT_FIELDS, "hint", "reason", "rejected")}
         return (_rebuild, (type(self), self.message, state))
 
 
@@ -179,21 +182,7 @@ class DrainError(TieredCheckpointError, RuntimeError):
 
 
 class RestoreError(TieredCheckpointError, RuntimeError):
-    """No candidate could be restored, or the ranks could not agree on one.
-
-    Args:
-        message: As :class:`TieredCheckpointError` takes it.
-        rejected: Ids of saves that were tried before, and the reasons why they were not taken.
-        context: As :class:`TieredCheckpointError` takes it.
-    """
-
-    def __init__(self, message: str, *, rejected: Mapping[str, str] | None = None, **context: Any) -> None:
-        super().__init__(message, **context)
-        self.rejected = dict(rejected or {})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        build, (kind, message, state) = super().__reduce__()
-        return build, (kind, message, {**state, "rejected": self.rejected})
+    """No candidate could be restored, or the ranks could not agree on one."""
 
 
 def is_other_format(error: object) -> TypeGuard[CorruptCheckpointError]:

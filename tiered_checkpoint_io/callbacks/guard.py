@@ -14,7 +14,13 @@ from tiered_checkpoint_io.adapters.optimizers import size_here
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint, of_ours
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
 from tiered_checkpoint_io.callbacks.reporting import say_summary, say_summary_last
-from tiered_checkpoint_io.callbacks.trainer import check_strategy, folder_of, of_classes, on_rank_0
+from tiered_checkpoint_io.callbacks.trainer import (
+    check_strategy,
+    folder_of,
+    of_classes,
+    on_rank_0,
+    refuse_nemo_averages,
+)
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
@@ -48,6 +54,7 @@ class StrategyGuard(Callback):
         if io is None:
             return
         check_strategy(trainer.strategy)
+        refuse_nemo_averages(trainer)
         train_here()
         io.is_for_trainer = lambda path: path == trainer.ckpt_path
         _count_as_last(trainer, io)
@@ -108,17 +115,12 @@ class StrategyGuard(Callback):
             io.checkpointer.session.warn("mixed steps", text)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Warns on rank 0: of parts that a resume leaves out, and of checkpoints that ``fit`` did not resume from."""
+        """Warns on rank 0 of checkpoints that ``fit`` did not resume from."""
         self._has_trained = True
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
             return
         session = io.checkpointer.session
-        # Lightning has restored it by now, or never will; on all ranks alike.
-        left = len(getattr(trainer.fit_loop, "_combined_loader_states_to_load", None) or ())
-        if left and trainer.is_global_zero:
-            text = "this resume does not restore the state of %d data loader(s), so the data starts again: %s"
-            session.log.warning(text, left, "Lightning restores it only within an epoch")
         io.holds_other_weights = False
         self._recording.begin(trainer.local_rank, trainer.global_step, session)
         # A strategy that trains shards and saves one file does not show how large that is.

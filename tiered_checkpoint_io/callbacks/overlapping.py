@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.adapters.optimizers import tensors_of_optimizers
-from tiered_checkpoint_io.callbacks.trainer import nemo_averages
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import say_eager
 from tiered_checkpoint_io.engine.save.overlap import Overlap, Spans, ends_of, parts_here, spans_of
@@ -53,9 +52,6 @@ class OverlappedCapture(Callback):
             return None
         if strategy.root_device.type not in ("cpu", "cuda"):
             say_eager(session, f"addresses on {strategy.root_device.type} do not tell what memory tensors share")
-            return None
-        if nemo_averages(trainer) is not None:
-            say_eager(session, "NeMo's EMA puts its averages in the place of the weights for a save")
             return None
         callback = cls(trainer, io, sharded or io.checkpointer.saver)
         # Not in place: Lightning goes through this list just now.

@@ -105,9 +105,10 @@ def all_failed(session: Session, group: Any, error: BaseException) -> bool:
     return True
 
 
-def nemo_averages(trainer: Trainer) -> Any:
-    """Returns NeMo's EMA callback; None if there is none."""
-    return next((each for each in of_classes(trainer, "EMA") if hasattr(each, "save_ema_model")), None)
+def refuse_nemo_averages(trainer: Trainer) -> None:
+    """Raises ConfigError for NeMo's EMA: it resumes only from a second file, x-EMA.ckpt, beside each checkpoint."""
+    if any(hasattr(each, "save_ema_model") for each in of_classes(trainer, "EMA")):
+        raise ConfigError("NeMo's EMA is not supported", operation="setup", hint="leave exp_manager.ema out")
 
 
 def of_classes(trainer: Trainer, *names: str) -> list[Any]:
@@ -120,16 +121,11 @@ def of_classes(trainer: Trainer, *names: str) -> list[Any]:
 def trained_weights(trainer: Trainer) -> Iterator[None]:
     """Exchanges the averaged weights of a validation, by their callbacks, for the trained ones in the block."""
     averaging = of_classes(trainer, "WeightAveraging")
-    ema = nemo_averages(trainer)
     for each in reversed(averaging):
         each.on_validation_epoch_end(trainer, trainer.lightning_module)
-    if ema is not None:
-        ema.on_validation_end(trainer, trainer.lightning_module)
     try:
         yield
     finally:
-        if ema is not None:
-            ema.on_validation_start(trainer, trainer.lightning_module)
         for each in averaging:
             each.on_validation_epoch_start(trainer, trainer.lightning_module)
 

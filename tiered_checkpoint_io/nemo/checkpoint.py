@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0
-from tiered_checkpoint_io.errors import ConfigError, SaveError, TieredCheckpointError
+from tiered_checkpoint_io.callbacks.trainer import failing_together, on_rank_0
+from tiered_checkpoint_io.errors import SaveError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.connector import known_names, step_of
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
@@ -68,12 +68,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         return f"NeMo{super().state_key}"
 
     # ------------------------------------------------------------------------------------ hooks
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if nemo_averages(trainer) is not None:
-            # It resumes only from a second file, x-EMA.ckpt, beside each checkpoint.
-            raise ConfigError("NeMo's EMA is not supported", operation="setup", hint="leave exp_manager.ema out")
-        super().setup(trainer, pl_module, stage)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self.save_last and self._engine.restored is not None:
