@@ -142,14 +142,14 @@ class Standing:
 
     Attributes:
         memory: The newest checkpoint in the node's memory, if any.
-        uploaded: Checkpoints that were uploaded and not deleted since, the newest first, by the operation log. Their
-            owner may have deleted them on the durable tier.
+        uploaded: The newest checkpoint that was uploaded and not deleted since, by the operation log, if any. Its owner
+            may have deleted it on the durable tier.
         pending: Checkpoints whose upload is queued, or has failed and is tried again; in order.
         resumable: True if training can resume from some of them, as far as this is known.
     """
 
     memory: Saved | None = None
-    uploaded: tuple[Saved, ...] = ()
+    uploaded: Saved | None = None
     pending: tuple[Saved, ...] = ()
     resumable: bool = True
 
@@ -175,12 +175,11 @@ def standing_of(
     weights = {each.part.name for each in own if not each.part.content.resumable}
     if last_save is not None and not last_save.resumable:
         weights.add(last_save.name)
-    uploaded = tuple(saved for _, saved in sorted(there.values(), reverse=True))
     return Standing(
         Saved(held.part.name, held.part.content.step) if held is not None else None,
-        uploaded,
+        max(there.values(), default=(None, None))[1],
         tuple(Saved(name, stored.part.content.step if stored else -1) for name, stored in pending.items()),
-        any(each.part.content.resumable for each in own) or any(each.name not in weights for each in uploaded),
+        any(each.part.content.resumable for each in own) or not weights.issuperset(there),
     )
 
 
