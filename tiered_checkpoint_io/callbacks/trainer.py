@@ -180,7 +180,7 @@ def check_retention(callbacks: Iterable[ModelCheckpoint], policies: Policies | N
         if not any(each.best >= count for each in same):
             policy = f"{{best: {count}, metric: {callback.monitor}, mode: {callback.mode}}}"
             raise ConfigError(
-                f"{_described(callback)} keeps its best {count}, which no policy of retention keeps",
+                f"{callback.state_key} keeps its best {count}, which no policy of retention keeps",
                 operation="setup",
                 hint=f"add {policy} to retention, or leave monitor out",
             )
@@ -192,18 +192,7 @@ def _pattern(callback: ModelCheckpoint) -> str:
 
 def _refuse(one: ModelCheckpoint, other: ModelCheckpoint, folder: str, name: str, hint: str) -> None:
     path = ids.join_url(folder, name) + one.FILE_EXTENSION
-    raise ConfigError(f"{_described(one)} and {_described(other)} both save to {path}", operation="setup", hint=hint)
-
-
-def _described(callback: ModelCheckpoint) -> str:
-    triggers = {
-        "every_n_train_steps": callback._every_n_train_steps or None,
-        "every_n_epochs": callback._every_n_epochs or None,
-        "train_time_interval": callback._train_time_interval,
-    }
-    said = {"monitor": callback.monitor, "filename": callback.filename, **triggers}
-    text = ", ".join(f"{key}={value!r}" for key, value in said.items() if value is not None)
-    return f"{type(callback).__name__}({text})"
+    raise ConfigError(f"{one.state_key} and {other.state_key} both save to {path}", operation="setup", hint=hint)
 
 
 class SentinelFileSystem(AbstractFileSystem):  # type: ignore[misc]
