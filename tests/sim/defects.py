@@ -24,7 +24,7 @@ COMMIT, SWEEP = (f"engine/durable/{name}.py" for name in ("commit", "sweep"))
 LEASES = "engine/leasing.py"
 AGREEMENT = "engine/replication/agreement.py"
 RETENTION = "engine/retention.py"
-OPERATIONS, EXECUTE = "engine/drain/operations.py", "engine/drain/execute.py"
+OPERATIONS, DRAIN = "engine/drain/operations.py", "engine/drain/worker.py"
 #: Defect; file; the text, and the text that replaces it.
 DEFECTS = [
     (
@@ -59,9 +59,9 @@ DEFECTS = [
     ),
     (
         "the drain of a node without the coordinator does not show that its save is alive",
-        "engine/drain/unfinished.py",
-        "**self._sent_and_live(store_at, clock)",
-        "**{}",
+        DRAIN,
+        "            return stored.pending\n",
+        "            return stored.pending\n        return False\n",
     ),
     (
         "a sweep removes whatever has no manifest, however new",
@@ -77,7 +77,7 @@ DEFECTS = [
     ),
     (
         "a delete is carried out though the save that it follows was given up",
-        EXECUTE,
+        DRAIN,
         "if not delete.target or (followed is not None",
         "if True or (followed is not None",
     ),

@@ -64,15 +64,14 @@ def alias(store, name, target, journals=None):
     copies.put_alias(store, name, target)
 
 
-def copy(store, name, target, number, journals=None, data=None):
-    """Copies as the drain does; ``data`` are the target's bytes that node memory still has."""
+def copy(store, name, target, number, journals=None):
+    """Copies as the drain does."""
     return copies.put_copy(
         store,
         name,
         target,
         save_id=ids.save_id(RUN, number),
         dirpath="d",
-        in_memory=lambda _: contextlib.nullcontext(data),
         journal=(journals or Journals()).of("copy", name, number),
     )
 

@@ -70,19 +70,19 @@ def import_all():
 # ----------------------------------------------------------------------------------------- drains
 def name_operations(counter):
     """Labels effects of drains with their operation."""
-    from tiered_checkpoint_io.engine.drain.execute import Executor
+    from tiered_checkpoint_io.engine.drain.worker import Drain
 
-    execute, seen = Executor.execute, set()
+    execute, seen = Drain._execute, set()
 
-    def named(executor, operation, *args):
+    def named(drain, operation, *args):
         what = {"save": "commit", "part": "parts"}.get(operation.action, operation.action)
         if what == "commit" and operation.name in seen:
             what = "overwrite"
         seen.add(operation.name)
         with counter.during(f"drain: {what}", own_thread=threading.current_thread() is not threading.main_thread()):
-            return execute(executor, operation, *args)
+            return execute(drain, operation, *args)
 
-    Executor.execute = named
+    Drain._execute = named
 
 
 def run_drain(order, counter):

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.drain.operations import Request
-from tiered_checkpoint_io.engine.durable.commit import gone_past, is_committed
 from tiered_checkpoint_io.engine.durable.files import Arrivals
-from tiered_checkpoint_io.engine.durable.manifests import current
-from tiered_checkpoint_io.engine.durable.sweep import refresh
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.memory.node import is_scarcity
-from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import IndexRow, Part
 from tiered_checkpoint_io.stores.base import Store
 
-#: Number of refreshes of a live save within the age at which a sweep takes it for dead.
-REFRESHES = 4
 #: After so many, any backoff is at its bound.
 _DOUBLINGS = 32
 
@@ -75,77 +66,14 @@ class Begun:
         self.due = after + (self.pause if self.is_late else timing.redo_permanent_s if self.permanent else backoff)
 
 
-class Alive:
-    """The saves of several parts in which this drain has a part, and which are neither committed nor given up."""
-
-    def __init__(self) -> None:
-        self._queued: dict[str, Place] = {}
-        #: Parts, and when they were sent, by the ids of their saves.
-        self._sent: dict[str, tuple[Part, float]] = {}
-        self._due = -math.inf
-        self._lock = threading.Lock()
-
-    def queued(self, operations: Iterable[Request]) -> None:
-        """Takes the operations that wait."""
-        parts = [each.stored.part for each in operations if each.stored is not None]
-        self._queued = {part.save_id: part.place for part in parts if part.content.parts > 1}
-
-    def found(self, stored: Iterable[StoredPart], clock: Clock) -> None:
-        """Takes the parts in memory that an earlier drain has sent."""
-        for each in stored:
-            part = each.part
-            if part.durable and each.drained and part.content.parts > 1 and not (part.commits or each.is_replica):
-                self.sent(part, clock)
-
-    def sent(self, part: Part, clock: Clock) -> None:
-        """Takes a part whose description is on the durable tier."""
-        self._sent[part.save_id] = part, clock.monotonic()
-
-    def refresh(self, store_at: Callable[[Place], Store], age: Callable[[], float], clock: Clock) -> None:
-        """Refreshes all these saves, if it is time for that; for many threads."""
-        if clock.monotonic() < self._due or not self._lock.acquire(blocking=False):
-            return
-        try:
-            # A failed refresh is repeated well within the age.
-            with contextlib.suppress(TieredCheckpointError, OSError):
-                places = {**self._queued, **self._sent_and_live(store_at, clock)}
-                for save_id in sorted(places):
-                    refresh(store_at(places[save_id]), save_id)
-            with contextlib.suppress(TieredCheckpointError, OSError):
-                self._due = clock.monotonic() + age() / REFRESHES
-        finally:
-            self._lock.release()
-
-    def _sent_and_live(self, store_at: Callable[[Place], Store], clock: Clock) -> dict[str, Place]:
-        """Returns the saves of which a part was sent, and forgets committed saves and those given up."""
-        for save_id, (part, since) in sorted(self._sent.items()):
-            series = [each for each, _ in self._sent.values() if each.series_key == part.series_key]
-            last = max(series, key=lambda each: each.save_id)
-            is_old = clock.monotonic() - since > clock.timing.abandoned_s
-            # The saves of a series are committed in their order.
-            if is_old or any(self._is_over(store_at(part.place), each, clock) for each in (part, last)):
-                del self._sent[save_id]
-        return {save_id: part.place for save_id, (part, _) in self._sent.items()}
-
-    @staticmethod
-    def _is_over(store: Store, part: Part, clock: Clock) -> bool:
-        manifest = current(store, part.name)
-        return is_committed(manifest, part) or gone_past(manifest, part, clock)
-
-
 class Unfinished(dict[str, Begun]):
     """Operations that were begun and are not done, by their ids.
 
     Attributes:
-        alive: Saves to be refreshed on the durable tier.
         queued: The ids of all that was queued at the last look.
     """
 
     queued: Collection[str] = ()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive = Alive()
 
     def waiting(self, queued: Collection[str], now: float) -> dict[str, float]:
         """Returns the queued operations whose turn has not come again, and when it comes."""

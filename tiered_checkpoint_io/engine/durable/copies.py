@@ -10,9 +10,7 @@ alias whose target has no manifest is no checkpoint: a crash between the two del
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
@@ -20,12 +18,9 @@ from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, repeated
 from tiered_checkpoint_io.engine.durable.sweep import Remains, remove_aliases
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model.manifest import Manifest, Part
-from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy, Store, UploadContent, UploadJournal
-
-#: Function that opens the bytes of a save's one file, while they are still in node memory.
-InMemory = Callable[[str], AbstractContextManager[UploadContent | None]]
+from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy, Store, UploadJournal
 
 
 def put_copy(
@@ -35,7 +30,6 @@ def put_copy(
     *,
     save_id: str,
     dirpath: str,
-    in_memory: InMemory,
     journal: UploadJournal | None = None,
     progress: Callable[[int], None] | None = None,
     clock: Clock = SYSTEM,
@@ -43,10 +37,9 @@ def put_copy(
     """Makes ``name`` a copy of ``target``, which the store makes by itself.
 
     A target of several files, which no store copies at once, gets an alias; and so does one that is being overwritten
-    now. If the store can't copy, the bytes are uploaded from node memory, or else it is an alias.
+    now, or that the store can't copy.
 
-    A checkpoint saved under ``name`` after the request for the copy, whose id is ``save_id``, stays. ``in_memory``
-    opens the bytes of the target's save, if the store refuses.
+    A checkpoint saved under ``name`` after the request for the copy, whose id is ``save_id``, stays.
 
     Returns:
         The reason why the store did not copy; None if it did, or if it was not asked to.
@@ -79,12 +72,6 @@ def put_copy(
         text = f"the object of {target!r}, which is to be copied, is missing"
         raise CheckpointNotFoundError(text, operation="copy", tier="durable", key=name) from error
     except CopyRefusedError as refused:
-        with in_memory(part.content.copy_of) as data:
-            if data is not None:
-                # Ranks that restore from a damaged copy in memory report it.
-                with contextlib.suppress(CorruptCheckpointError):
-                    commit(store, part, {entry.basename: data}, journal=journal, progress=progress, clock=clock)
-                    return refused
         put_alias(store, name, target, before=save_id)
         return refused
     return None
