@@ -69,13 +69,13 @@ def device(request, monkeypatch):
 @pytest.fixture
 def read(monkeypatch):
     """Counts the reads of each chunk in node memory, by basename and index."""
-    found, before = Counter(), shards.read_chunk
+    found, before = Counter(), shards.fetch_targets
 
-    def read_chunk(entry, index, *args, **options):
+    def fetch_targets(store, entry, index, targets):
         found[entry.basename, index] += 1
-        return before(entry, index, *args, **options)
+        before(store, entry, index, targets)
 
-    monkeypatch.setattr(shards, "read_chunk", read_chunk)
+    monkeypatch.setattr(shards, "fetch_targets", fetch_targets)
     return found
 
 

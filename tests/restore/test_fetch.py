@@ -198,13 +198,12 @@ def from_memory(data, wanted):
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.flush()
-        for index, parts in chunks.by_chunk(LARGE_ENTRY, wanted).items():
-            chunks.read_chunk(LARGE_ENTRY, index, file.fileno(), parts, where="here")
+        from_store(data, wanted, chunks.OpenFile(file.fileno(), "here"))
 
 
-def from_store(data, wanted):
+def from_store(data, wanted, store=None):
     for index, parts in chunks.by_chunk(LARGE_ENTRY, wanted).items():
-        chunks.fetch_targets(OneObject(data), LARGE_ENTRY, index, parts)
+        chunks.fetch_targets(store or OneObject(data), LARGE_ENTRY, index, parts)
 
 
 @st.composite

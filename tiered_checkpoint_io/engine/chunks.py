@@ -36,10 +36,6 @@ PIECE_SIZE = 2 << 20
 
 Span = tuple[int, int]
 Target = tuple[int, memoryview]
-#: A piece of a chunk: its offset in the file, its length, and its target; None for bytes that are only hashed.
-Piece = tuple[int, int, memoryview | None]
-#: Most buffers of one call: Linux takes 1,024.
-_MOST_BUFFERS = 512
 #: Writes bytes to a place of a file.
 Write = Callable[[memoryview, int], None]
 
@@ -68,18 +64,12 @@ def fetch_chunk(
 
     ``write`` writes to the file if ``chunk`` is a mapping of it whose pages were never touched.
     """
-    if not entry.hashes or not len(chunk):
-        store.read_into(entry.path, index * entry.chunk_size, chunk)
-        if entry.hashes:
-            entry.check_chunk(index, chunk, tier=tier_of(store), where=f"{store.url}/{entry.path}")
-        return
-    starts = range(0, len(chunk), PIECE_SIZE)
+    base, starts = index * entry.chunk_size, range(0, len(chunk), PIECE_SIZE)
     if write is None:
-        fetch_pieces(store, entry, index, [chunk[at : at + PIECE_SIZE] for at in starts])
+        fetch_targets(store, entry, index, [(base, chunk)])
         return
     aside = memoryview(bytearray(min(PIECE_SIZE, len(chunk))))
     pieces = [aside[: len(chunk) - at] for at in starts]
-    base = index * entry.chunk_size
     fetch_pieces(store, entry, index, pieces, lambda number: write(pieces[number], base + starts[number]))
 
 
@@ -197,7 +187,8 @@ def fetch_pieces(
         digest.update(pieces[number])
         arrived(number)
 
-    read_pieces(store, entry.path, index * entry.chunk_size, pieces, filled)
+    if pieces:
+        read_pieces(store, entry.path, index * entry.chunk_size, pieces, filled)
     if entry.hashes:
         entry.check_digest(index, digest.hexdigest(), tier=tier_of(store), where=f"{store.url}/{entry.path}")
 
@@ -282,79 +273,49 @@ def by_chunk(entry: FileEntry, targets: Collection[tuple[int, Any]]) -> dict[int
     return found
 
 
-def pieces_of(offset: int, length: int, targets: Sequence[Target]) -> list[Piece]:
-    """Returns the pieces of ``length`` bytes from ``offset`` on, at most :data:`PIECE_SIZE` long, with ``targets``."""
-    pieces: list[Piece] = []
-    at, end = offset, offset + length
-    for start, buffer in (*targets, (end, memoryview(b""))):
-        pieces += [(low, min(PIECE_SIZE, start - low), None) for low in range(at, start, PIECE_SIZE)]
-        for low in range(0, len(buffer), PIECE_SIZE):
-            piece = buffer[low : low + PIECE_SIZE]
-            pieces.append((start + low, len(piece), piece))
-        at = start + len(buffer)
-    return pieces
-
-
-def read_chunk(entry: FileEntry, index: int, descriptor: int, targets: Sequence[Target], *, where: str | None) -> None:
-    """Reads the targets' part of a chunk of a file in memory, and verifies the chunk as it arrives.
+class OpenFile:
+    """A file of this node as a store.
 
     The file is read, not mapped: page faults and the end of the mapping would take a third of the time.
-
-    The targets lie in this chunk, see :func:`by_chunk`. ``where`` is the file's place, for errors; None if the chunk
-    was verified before. Raises CorruptCheckpointError if the chunk differs from its hash, or the file is short.
     """
-    if where is None:
-        for offset, buffer in targets:
-            _fill(entry, descriptor, offset, [buffer])
-        return
-    digest = new_hash()
-    pieces = pieces_of(*entry.chunks[index], targets)
-    offset = pieces[0][0] if pieces else 0
-    for batch in _batches(pieces):
-        _fill(entry, descriptor, offset, batch)
-        for buffer in batch:
-            # The received bytes, not the stored ones.
-            digest.update(buffer)
-            offset += len(buffer)
-    entry.check_digest(index, digest.hexdigest(), tier="memory", where=where)
+
+    tier = "memory"
+
+    def __init__(self, descriptor: int, folder: str) -> None:
+        """Takes the open file, and its folder for errors."""
+        self._descriptor, self.url = descriptor, folder
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fills a buffer; raises CorruptCheckpointError if the file is short."""
+        while len(buffer):
+            count = os.preadv(self._descriptor, [buffer], offset)
+            if not count:
+                raise CorruptCheckpointError("the file is short", operation="restore", tier="memory", key=key)
+            buffer, offset = buffer[count:], offset + count
+
+    def read_pieces(self, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]) -> None:
+        """Fills several buffers: see :func:`stores.base.read_pieces`."""
+        for index, piece in enumerate(pieces):
+            self.read_into(key, offset, piece)
+            offset += len(piece)
+            filled(index)
 
 
 def fetch_targets(store: Readable, entry: FileEntry, index: int, targets: Sequence[Target]) -> None:
-    """Reads a chunk of the durable tier, each byte once, and fills targets with their part; raises as ``fetch``."""
-    pieces = pieces_of(*entry.chunks[index], targets)
-    aside = memoryview(bytearray(max((length for _, length, to in pieces if to is None), default=0)))
-    fetch_pieces(store, entry, index, [aside[:length] if to is None else to for _, length, to in pieces])
-
-
-def _batches(pieces: Sequence[Piece]) -> Iterator[list[memoryview]]:
-    """Yields the buffers of pieces, as many at once as fit into the cache and into one call."""
-    gaps = sum(length for _, length, to in pieces if to is None)
-    aside = memoryview(bytearray(min(gaps, PIECE_SIZE)))
-    batch: list[memoryview] = []
-    size = used = 0
-    for _, length, to in pieces:
-        if batch and (size + length > PIECE_SIZE or len(batch) == _MOST_BUFFERS):
-            yield batch
-            batch, size, used = [], 0, 0
-        batch.append(aside[used : used + length] if to is None else to)
-        used += length if to is None else 0
-        size += length
-    if batch:
-        yield batch
-
-
-def _fill(entry: FileEntry, descriptor: int, offset: int, buffers: Sequence[memoryview]) -> None:
-    """Fills buffers, one after the other, with bytes from ``offset`` on."""
-    left = list(buffers)
-    while left:
-        count = os.preadv(descriptor, left, offset)
-        if not count and any(left):
-            raise CorruptCheckpointError("the file is short", operation="restore", tier="memory", key=entry.path)
-        offset += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
+    """Reads a chunk, each byte once, and fills targets that lie in it, see :func:`by_chunk`; raises as ``fetch``."""
+    at, size = entry.chunks[index]
+    # Lengths and targets of the chunk's bytes, in their order; None for bytes that are only hashed.
+    parts: list[tuple[int, memoryview | None]] = []
+    for start, buffer in (*targets, (at + size, memoryview(b""))):
+        parts += [(start - at, None), (len(buffer), buffer)]
+        at = start + len(buffer)
+    aside = memoryview(bytearray(min(PIECE_SIZE, max(length for length, to in parts if to is None))))
+    pieces = [
+        (aside if to is None else to[low:])[: min(PIECE_SIZE, length - low)]
+        for length, to in parts
+        for low in range(0, length, PIECE_SIZE)
+    ]
+    fetch_pieces(store, entry, index, pieces)
 
 
 #: Ranges of one peer that are read at once.

@@ -15,18 +15,19 @@ import functools
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from tiered_checkpoint_io.engine.chunks import (
     Copies,
     Copy,
+    OpenFile,
     Span,
     Target,
     by_chunk,
     chunks_of,
-    read_chunk,
+    fetch_targets,
     unverified,
     verify,
 )
@@ -55,17 +56,13 @@ class _HeldFile:
 
     stored: StoredPart
     entry: FileEntry
-    descriptor: int
+    file: OpenFile
     view: memoryview
     verified: set[int] = field(default_factory=set)
 
-    @property
-    def where(self) -> str:
-        return str(self.stored.file(self.entry.basename))
-
     def ensure(self, spans: Iterable[Span]) -> memoryview:
         needed = [index for index in chunks_of(self.entry, spans) if index not in self.verified]
-        verify(self.entry, self.view, where=self.where, indices=needed)
+        verify(self.entry, self.view, where=f"{self.file.url}/{self.entry.path}", indices=needed)
         self.verified.update(needed)
         return self.view
 
@@ -73,8 +70,11 @@ class _HeldFile:
         wanted = by_chunk(self.entry, targets)
 
         def one(index: int) -> None:
-            where = None if index in self.verified else self.where
-            read_chunk(self.entry, index, self.descriptor, wanted[index], where=where)
+            if index not in self.verified:
+                fetch_targets(self.file, self.entry, index, wanted[index])
+                return
+            for offset, buffer in wanted[index]:
+                self.file.read_into(self.entry.path, offset, buffer)
 
         in_parallel(one, wanted, default_threads())
         self.verified.update(wanted)
@@ -127,8 +127,9 @@ class ShardFiles:
             self._tiers.log.warning("%s: %s", stored.part.name, error)
         else:
             for entry in stored.part.content.files:
-                descriptor = descriptors[entry.basename]
-                self._held[entry.basename] = _HeldFile(stored, entry, descriptor, mapped(descriptor))
+                descriptor, here = descriptors[entry.basename], replace(entry, path=entry.basename)
+                file = OpenFile(descriptor, str(stored.file(entry.basename).parent))
+                self._held[entry.basename] = _HeldFile(stored, here, file, mapped(descriptor))
 
     @property
     def rejected(self) -> list[str]:

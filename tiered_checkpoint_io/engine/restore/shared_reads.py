@@ -23,13 +23,13 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.chunks import (
     Copies,
+    OpenFile,
     Span,
     Target,
     by_chunk,
     chunks_of,
     fetch_chunk,
     fetch_targets,
-    read_chunk,
     writer_to,
 )
 from tiered_checkpoint_io.errors import MemoryTierError, RestoreError
@@ -182,7 +182,7 @@ class FetchedFile:
             os.close(self._descriptor)
             raise
         self.view = memoryview(self._mapping)
-        self._write = writer_to(self._descriptor)
+        self._write, self._file = writer_to(self._descriptor), OpenFile(self._descriptor, self._where)
 
     def whole(self) -> Path:
         """Fetches all of the file, and closes it; returns its path, at which it has no table of chunks any more."""
@@ -228,7 +228,8 @@ class FetchedFile:
 
         def one(index: int) -> None:
             if self._is_here(index):
-                read_chunk(self.entry, index, self._descriptor, wanted[index], where=None)
+                for offset, buffer in wanted[index]:
+                    self._file.read_into(self.entry.path, offset, buffer)
             else:
                 self._copies.read(lambda store, entry: fetch_targets(store, entry, index, wanted[index]))
 
