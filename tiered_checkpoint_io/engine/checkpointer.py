@@ -102,8 +102,6 @@ class Checkpointer:
         self.restored: Found | None = None
         #: Further names that ``tiered:last`` means, besides "last".
         self.also_last: frozenset[str] = frozenset()
-        #: The latest checkpoint, until it is compared with checkpoints that Lightning saved in the same folder.
-        self._latest: Restored | None = None
         self.saver = FullSaver(self.session)
         #: Names right below each folder that was listed, of objects and, with a slash, of folders.
         self._listed: dict[str, set[str]] = {}
@@ -232,27 +230,8 @@ class Checkpointer:
         clock, bound = self.session.clock, float(self.config.support.durable_timeout_s)
         own = self.session.known.all(bound)
         there = answer_within(bound, lambda: children_of(self.session.durable(), prefix), clock=clock)
-        others = self._listed[prefix] = {each for each in there if prefix + each.rstrip("/") not in own}
-        if not prefix and self._latest is not None:
-            latest, self._latest = self._latest, None
-            self._warn_of_later(latest, others)
-        return others
-
-    def _warn_of_later(self, latest: Restored, entries: Iterable[str]) -> None:
-        """Warns if a Lightning checkpoint's name has a later step than the one that was loaded as the latest."""
-        steps = {name: ids.step_in_name(name) for name in plain_checkpoints(entries)}
-        later = next((name for name, step in steps.items() if step is not None and step > latest.step), None)
-        if later is not None:
-            self.session.log.warning(
-                "%s took %s (step %d), and passes by %s (step %d), which has no manifest, as where Lightning alone"
-                " saved it; to resume from that, give its name: ckpt_path=%r",
-                ids.LATEST,
-                latest.name,
-                latest.step,
-                later,
-                steps[later],
-                ids.join_url(self.dirpath, later),
-            )
+        self._listed[prefix] = {each for each in there if prefix + each.rstrip("/") not in own}
+        return self._listed[prefix]
 
     # ------------------------------------------------------------------------------------- load
     def load(
@@ -314,11 +293,6 @@ class Checkpointer:
             return NoCheckpoint()
         restored, state = found
         self.restored = restored
-        if selector.kind == "latest" and dirpath == self.dirpath and group.rank == 0:
-            self._latest = restored
-            # This sends no request to a server: the names are compared when the folder is listed for another reason.
-            with contextlib.suppress(TieredCheckpointError):
-                _ = self._below() if ids.url_scheme(dirpath) is None else ()
         note_restore(self.session, restored, began)
         self.session.save_ids.follow(restored.newest_save_id)
         self.session.take_up()
