@@ -373,8 +373,7 @@ _owners: dict[int, str] = {}
 def owner_of_process(clock: Clock) -> str:
     """Returns this process's launch: all ranks of one start have the same, by the store of torch.distributed.
 
-    Raises:
-        ConfigError: The store does not answer.
+    Raises ConfigError if that does not answer.
     """
     pid = os.getpid()
     _owners[pid] = current_run().first("owner", _owners.get(pid) or clock.token(8))

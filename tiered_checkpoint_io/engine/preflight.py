@@ -33,11 +33,8 @@ _T = TypeVar("_T")
 class Need(NamedTuple):
     """Needs of a training's saves, as far as known before the training begins.
 
-    Attributes:
-        node_bytes: Least size of a checkpoint in one node's memory: parameters and buffers.
-        file_bytes: The size of a checkpoint's largest file, with optimizers: an estimate.
-        memory_steps: True if some saves are memory-only.
-        durable_steps: True if some saves go to the durable tier.
+    ``node_bytes`` is the least size of a checkpoint in one node's memory: parameters and buffers. ``file_bytes``
+    estimates its largest file, with optimizers.
     """
 
     node_bytes: int
@@ -47,14 +44,7 @@ class Need(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Largest space for one checkpoint in memory and in the spill, bytes.
-
-    Attributes:
-        memory: In memory.
-        spill: In the spill.
-        spill_is_named: True if the user named it.
-        spill_is_refused: True if the user named it, and this process may not write there.
-    """
+    """Largest space for one checkpoint in memory and in the spill, bytes; the user may have named the spill."""
 
     memory: int
     spill: int
@@ -63,14 +53,10 @@ class Room(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Problem that preflight found.
+    """Problem that preflight found; ``permanent`` if no retry can solve it.
 
-    Attributes:
-        error: As it is raised.
-        permanent: True if no retry can solve it.
-        consequence: Effect on a training that continues.
-        unless: Condition under which training does not continue.
-        stops_restarts: True if a restart fails for it, even with a checkpoint in node memory.
+    A training that continues has the ``consequence``, and does not continue ``unless`` that is so. With
+    ``stops_restarts``, a restart fails for it, even with a checkpoint in node memory.
     """
 
     error: TieredCheckpointError
@@ -224,9 +210,7 @@ def try_durable(config: TieredCheckpointConfig, clock: Clock, *, multipart: bool
 def _asked(config: TieredCheckpointConfig, clock: Clock, ask: Callable[[Store], _T]) -> _T:
     """Returns the result of ``ask`` on the durable tier; each request is sent once.
 
-    Raises:
-        StoreError: No answer within ``preflight_s`` seconds; the request ends by itself, later.
-        StoreError, ConfigError: Errors of ``ask``, or the store can't be opened.
+    Without an answer within ``preflight_s`` seconds, this raises StoreError, and the request ends by itself, later.
     """
     seconds = clock.timing.preflight_s
     bounds = replace(

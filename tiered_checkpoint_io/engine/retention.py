@@ -33,10 +33,6 @@ class Rules:
     """Rules for one save or load of one rank: parts that may go for it, and saves that must stay.
 
     Attributes:
-        save_id: The save.
-        rank: The rank that saves.
-        payload: Its payload format.
-        place: Its durable tier.
         series: Key of the names to which the count applies, see :func:`ids.series_of`; empty for all names.
         keep: Number of checkpoints that stay, one at least. Earlier saves fill up for those that are not complete.
         completed: Saves that are complete, the oldest first; None if all are of which this rank has a part.
@@ -268,10 +264,8 @@ def retain(tier: MemoryTier, held: Collection[StoredPart], rules: Rules, *, size
 def acquire(tier: MemoryTier, size: int, rules: Rules, *, spills: bool = True) -> Slot:
     """Returns a slot of ``size`` bytes; if there is no room, the parts that may go for it are removed.
 
-    With ``spills``, it goes to the spill when memory has no room.
-
-    Raises:
-        MemoryFullError: No room even so, in either; all parts that memory need not give up are still there.
+    With ``spills``, it goes to the spill when memory has no room. Without room in either, this raises MemoryFullError,
+    and all parts that memory need not give up are still there.
     """
     try:
         return _acquire_in(tier, tier, size, rules)

@@ -121,17 +121,10 @@ class Session:
     """Both tiers of one job, as one process uses them.
 
     Attributes:
-        config: The configuration.
-        dirpath: The durable tier.
-        clock: Clock of all that it opens.
         counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
         followed: The id of the newest save that this process began for the durable tier; empty before the first.
-        save_ids: Source of the ids of its operations.
-        known: Names on the durable tier.
         background: The end of a save that runs during training.
-        turn: Turn of the thread that saves.
-        claims: Claims that keep other runs away from the dirpath.
         place: Durable tier, by the environment when it is first asked for.
         is_last: True if no save follows: the durable tier takes this one, even if its queue is full.
         is_preempted: True if the job was asked to end: failures are only logged, and its exit status stays.
@@ -384,10 +377,8 @@ class Session:
     def submit(self, action: Literal["alias", "copy", "delete", "retain"], name: str, target: str = "") -> None:
         """Queues an alias, a copy, a delete or retention after earlier saves.
 
-        A delete without a target follows the save that this process began last, or else the newest that is queued.
-
-        Raises:
-            SaveError: Node memory has no room for it, or can't be used, and ``on_save_error`` is ``raise``.
+        A delete without a target follows the save that this process began last, or else the newest that is queued. If
+        node memory has no room for it, or can't be used, this raises SaveError if ``on_save_error`` is ``raise``.
         """
         try:
             tier, _, drain = self.open()

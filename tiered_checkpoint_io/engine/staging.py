@@ -132,9 +132,7 @@ class BackgroundTask:
     def show(self) -> None:
         """Waits for the running work; on its own thread, looks at the work that has ended.
 
-        Raises:
-            Exception: Work :meth:`after` a task has failed.
-            DrainError: The work has not ended in time.
+        Raises the failures of work :meth:`after` a task, and DrainError if the work has not ended in time.
         """
         self.wait()
         while self._followers and self._followers[0].done():
@@ -281,8 +279,7 @@ class HostPins:
     def pin(self, view: memoryview) -> int:
         """Registers the whole pages of ``view``, a :data:`PINNED_PIECE` at a time, as far as they are not yet.
 
-        Returns:
-            Number of bytes, from the first on, that are registered. A refusal only costs speed.
+        Returns the number of bytes, from the first on, that are registered. A refusal only costs speed.
         """
         return self._pin(view, len(view))[0]
 
@@ -385,12 +382,9 @@ class Capturer:
         return acquire(self._tier, size, rules, spills=spills)
 
     def fill(self, image: Image, slot: Slot, *, threads: int | None = None, hashed: bool = True) -> tuple[str, ...]:
-        """Copies a planned file into a slot, which is given back if that fails.
+        """Copies a planned file into a slot, and returns the hashes of its chunks, or none.
 
-        The caller commits the slot, or gives it back.
-
-        Returns:
-            The hashes of its chunks, or none.
+        The caller commits the slot, or gives it back. If the copy fails, the slot is given back here.
         """
         # Pages of a file on disk are written back, and not to be pinned.
         pin = None if self._tier.is_spilled(slot.path) else self._pins.pin

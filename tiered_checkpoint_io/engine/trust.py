@@ -22,11 +22,9 @@ _YES = ("1", "y", "yes", "true")
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Extent to which a checkpoint is trusted.
+    """Extent to which a checkpoint is trusted: ``weights_only`` as ``torch.load`` takes it (None: torch refuses).
 
-    Attributes:
-        weights_only: As ``torch.load`` takes it; None leaves it to torch, which refuses.
-        names: Classes and functions that are allowed all the same, as ``module.name``.
+    Classes and functions with the ``names``, as ``module.name``, are allowed all the same.
     """
 
     weights_only: bool | None = None
@@ -44,13 +42,9 @@ class Trust:
         return (self.weights_only is False or forced) and not _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
 
     def load(self, file: Any, *, mapped: torch.UntypedStorage | None = None, **options: Any) -> Any:
-        """Loads a file with ``torch.load``.
+        """Loads a file with ``torch.load``; raises its errors, and ConfigError if a name can't be imported.
 
         ``mapped`` has the bytes of a path's file if they are mapped already: ``torch.load`` would map them once more.
-
-        Raises:
-            ConfigError: A name can't be imported.
-            Exception: Errors of ``torch.load``.
         """
         if self.is_full:
             return torch.load(file, weights_only=self.weights_only, **options)
@@ -64,14 +58,10 @@ class Trust:
         return torch_file.load(reader, safe_values.allowed(self.names), mapped, options.get("map_location"))
 
     def read(self, file: Any, what: str, where: Mapping[str, Any], *, verified: bool = True, **options: Any) -> Any:
-        """Loads as :meth:`load` does, with an error that says what to do.
+        """Loads as :meth:`load` does; if torch refuses, raises RestoreError, which says what to do.
 
         The error calls the file ``what``, and has the fields of ``where``. Unless ``verified``, its bytes may not be
         those that were saved.
-
-        Raises:
-            ConfigError: A name can't be imported.
-            RestoreError: torch refuses it; says what to do.
         """
         try:
             return self.load(file, **options)
@@ -103,9 +93,8 @@ class Trust:
     def lacking_in(self, content: Any) -> list[str]:
         """Returns the names, sorted, that are not allowed: of an :class:`Image`, or of bytes that ``torch.save`` wrote.
 
-        Raises:
-            ConfigError: A name of :attr:`names` is of nothing that can be imported.
-            Exception: The bytes are no such file.
+        Raises ConfigError if one of :attr:`names` is of nothing that can be imported, and others for bytes of no such
+        file.
         """
         # The pickle comes first in the file, and all of it lies before the first tensor.
         heads = [min(content.segments, key=lambda each: each.offset).data] if isinstance(content, Image) else content

@@ -26,17 +26,10 @@ OutcomeState = Literal["committed", "failed", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Request(AtPlace):
-    """One operation on the durable tier.
+    """One operation on the durable tier; of a save, ``stored`` is the part in node memory.
 
-    Attributes:
-        op_id: The operation's id: see :func:`ids.part_op_id` for saves.
-        action: Kind of the operation.
-        name: The operation's checkpoint or alias.
-        dirpath: The durable tier.
-        target: The target's name of an alias or a copy; the save id that a cancel ends, or that a ``retain`` or a
-            delete follows (empty if a delete follows none).
-        stored: The part in node memory that a save uploads.
-        server: Server of the durable tier, see :class:`Place`.
+    ``target`` is the target's name of an alias or a copy; the save id that a cancel ends, or that a ``retain`` or a
+    delete follows (empty if a delete follows none).
     """
 
     op_id: str
@@ -54,23 +47,15 @@ DAMAGED_IN_MEMORY = "damaged_in_memory"
 
 @dataclass(frozen=True, slots=True)
 class Outcome(AtPlace):
-    """Outcome of an operation.
+    """Outcome of an operation: times in seconds, ``finished`` since the epoch.
 
     Attributes:
-        op_id: The operation's id.
-        action: Kind of the operation.
-        name: The operation's checkpoint.
         step: The training step of a save; -1 otherwise.
         state: ``committed`` (done; of a ``part``: it is on the durable tier, its save may not be),
             ``failed`` (an error; it may be tried again) or ``skipped`` (given up on purpose).
-        error: The failure, as text.
         error_type: The reason of that error, or else its class; or ``DAMAGED_IN_MEMORY``.
         bytes: Bytes of the checkpoint; of a ``part``, its own bytes.
         seconds: From its start to its end, with the wait for parts of other nodes.
-        finished: Seconds since the epoch.
-        attempts: Number of tries.
-        dirpath: The durable tier.
-        server: Its server, see :class:`Place`.
     """
 
     op_id: str

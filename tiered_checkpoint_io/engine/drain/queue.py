@@ -36,15 +36,12 @@ _T = TypeVar("_T", Request, Outcome)
 
 @dataclass(slots=True)
 class DrainProgress:
-    """Present work of the drain.
+    """Present work of the drain with process ``pid``; 0 if none has run.
 
     Attributes:
-        pid: Its process; 0 if none has run.
         heartbeat: Time of its last report, seconds since the epoch.
         pending: Operations that wait, the current one included.
-        name: The checkpoint in work, or "".
-        bytes_done: Bytes of it that are on the durable tier.
-        bytes_total: Bytes of it.
+        name: The checkpoint in work, or "": ``bytes_done`` of ``bytes_total`` are on the durable tier.
         rate: Bytes a second of the current, or else of the last, upload.
         counters: Store counters (requests, bytes, retries) and ``committed``, ``failed``, ``skipped``.
         last_error: The newest failure, as text; empty once no failed operation is left to be tried again.

@@ -97,12 +97,8 @@ class SaveReport:
 class Progress:
     """A view of background work for metrics.
 
-    Attributes:
-        pending: Operations that wait for the drain.
-        drain: The drain's own report.
-        last_save: The newest save of this process.
-        counters: ``saved``, ``failed`` and ``skipped`` saves of this process; parts that are ``replicated``, and
-            that are ``unreplicated`` although they should be.
+    ``counters`` are ``saved``, ``failed`` and ``skipped`` saves of this process; parts that are ``replicated``, and
+    that are ``unreplicated`` although they should be.
     """
 
     pending: int
@@ -138,12 +134,11 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A node's knowledge of a job's checkpoints.
+    """A node's knowledge of a job's checkpoints; ``memory`` is the newest in the node's memory, if any.
 
     Attributes:
-        memory: The newest checkpoint in the node's memory, if any.
-        uploaded: The newest checkpoint that was uploaded and not deleted since, by the operation log, if any. Its owner
-            may have deleted it on the durable tier.
+        uploaded: Checkpoints that were uploaded and not deleted since, the newest first, by the operation log. Their
+            owner may have deleted them on the durable tier.
         pending: Checkpoints whose upload is queued, or has failed and is tried again; in order.
         resumable: True if training can resume from some of them, as far as this is known.
     """
@@ -332,10 +327,8 @@ class StandstillError(DrainError):
 class Reporter:
     """Collects a drain's figures, and writes them to the log for the trainer.
 
-    Attributes:
-        now: The figures that do not change by themselves.
-        counts: Ended operations, by how they ended.
-        last_success: The last moment at which something went well, by the monotonic clock.
+    ``now`` are the figures that do not change by themselves, ``counts`` the ended operations, by how they ended, and
+    ``last_success`` is when something last went well, by the monotonic clock.
     """
 
     def __init__(self, queue: Queue, stores: Stores, clock: Clock) -> None:

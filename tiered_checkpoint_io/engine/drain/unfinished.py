@@ -20,20 +20,17 @@ _DOUBLINGS = 32
 
 @dataclass(slots=True)
 class Begun:
-    """An operation that failed, or that waits for parts of other nodes.
+    """An operation that failed, or that waits for parts of other nodes; moments are by the monotonic clock.
 
     Attributes:
         is_cleanup: A delete or a retention run; scheduled after new work.
-        due: The moment of its next turn, by the monotonic clock.
-        failures: Failures so far.
+        due: The moment of its next turn.
         permanent: True if it fails again unless the cause is removed.
-        arrivals: The parts that have come; None if it does not wait for any.
+        arrivals: The parts that have come; None if it does not wait for any. ``moved`` is when the last one came,
+            ``pause`` the seconds between looks, and ``is_late`` says that the wait was reported as a failure.
         began: First attempt of a part of several.
         sent_s: Seconds for which this drain has sent it, without the wait for others.
         size: Bytes of the whole checkpoint; 0 until all parts have come.
-        moved: Arrival of the last one.
-        is_late: True if the wait was reported as a failure.
-        pause: Seconds between looks for other parts.
         failures_when_spared: Failure count when a cancel was ignored because all parts had arrived.
     """
 
@@ -67,11 +64,7 @@ class Begun:
 
 
 class Unfinished(dict[str, Begun]):
-    """Operations that were begun and are not done, by their ids.
-
-    Attributes:
-        queued: The ids of all that was queued at the last look.
-    """
+    """Operations that were begun and are not done, by their ids; ``queued`` are all ids at the last look."""
 
     queued: Collection[str] = ()
 
@@ -128,10 +121,8 @@ class Unfinished(dict[str, Begun]):
     def gather(self, store: Store, part: Part, timeout_s: float, clock: Clock) -> dict[int, IndexRow] | None:
         """Looks for the other parts of a save, by one list for each thousand; None if it is not its turn yet.
 
-        Looks continue after a failure, more rarely.
-
-        Raises:
-            DrainError: No part has come for ``timeout_s`` seconds; raised once.
+        Looks continue after a failure, more rarely. If no part has come for ``timeout_s`` seconds, this raises
+        DrainError, once.
         """
         now, timing, mine = clock.monotonic(), clock.timing, self.waits(part, clock)
         assert mine.arrivals is not None

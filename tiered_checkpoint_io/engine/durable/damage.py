@@ -60,9 +60,7 @@ def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = la
     """Returns the content that a checkpoint's bytes match; or their damage, if they match none.
 
     For an alias, better the manifest of the target. Calls ``progress`` with the bytes of each chunk, from any thread.
-
-    Raises:
-        StoreError: The tier could not be read, which says nothing of the checkpoint.
+    A StoreError says nothing of the checkpoint.
     """
     damage: Damage | None = None
     for content in contents_there(store, manifest):

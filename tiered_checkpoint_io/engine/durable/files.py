@@ -49,9 +49,7 @@ class Files:
     def of_rank(self, rank: int) -> tuple[FileEntry, ...]:
         """Returns the files of one rank's part; of a checkpoint of one part, all of them, whichever rank is asked for.
 
-        Raises:
-            CorruptCheckpointError: Their description is missing, or is not the one that was committed.
-            StoreError: The tier could not be read.
+        Raises CorruptCheckpointError if their description is missing, or is not the one that was committed.
         """
         if self._index is None:
             return self._content.files
@@ -174,10 +172,8 @@ def read_index(store: Store, save_id: str, digest: str = "") -> Index:
 def read_description(store: Store, name: str, save_id: str, rank: int, digest: str = "") -> Part:
     """Returns a part, by its description.
 
-    Raises:
-        CorruptCheckpointError: The description does not have the ``digest``, if one is given. It is of another part, or
-            names files outside of its checkpoint.
-        StoreError: The description is missing, or the tier could not be read.
+    Raises CorruptCheckpointError unless the description has the ``digest``, if one is given, is of this part, and names
+    files of its checkpoint only.
     """
     key = ids.description_key(save_id, rank)
     data, where = store.get(key), f"{store.url}/{key}"
@@ -247,12 +243,7 @@ class Arrivals:
     def look(self, store: Store) -> bool:
         """Looks for the missing parts, by one list for each thousand of them, and reads their descriptions.
 
-        Returns:
-            True if any has come since the last look.
-
-        Raises:
-            CorruptCheckpointError: A description is damaged.
-            StoreError: The tier could not be read.
+        Returns True if any has come since the last look. Raises CorruptCheckpointError if a description is damaged.
         """
         part, missing = self.part, self.missing
         prefixes = ids.description_prefixes(part.save_id, missing)

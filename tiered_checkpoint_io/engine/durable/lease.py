@@ -15,16 +15,13 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Content of the lease.
+    """Content of the lease; host and namespace of its holder are for people and ``flush``.
 
     Attributes:
         owner: The launch that holds it; empty if it is free.
         token: The process of that launch that wrote it.
         generation: Number of holders so far.
         asker: Token of a process that asks for an answer; empty for none.
-        namespace: The holder's namespace, for people and ``flush``.
-        host: The holder's machine, for people.
-        process: The holder's process.
     """
 
     owner: str

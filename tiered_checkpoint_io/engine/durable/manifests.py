@@ -111,9 +111,7 @@ class Manifests:
     def current(self, name: str) -> Manifest | None:
         """Returns the manifest of a checkpoint; a damaged one, or a reservation, describes no checkpoint.
 
-        Raises:
-            CorruptCheckpointError: It has another format version.
-            StoreError: The tier could not be read.
+        Raises CorruptCheckpointError for another format version.
         """
         key = ids.manifest_key(name)
         tag: str | None
@@ -185,9 +183,7 @@ def if_intact(read: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T
 def read_manifest(store: Store, name: str) -> Manifest | None:
     """Returns the manifest of a checkpoint; None if there is no such checkpoint.
 
-    Raises:
-        CorruptCheckpointError: The manifest can't be understood.
-        StoreError: The manifest exists, and can't be read: keep its objects. The tier could not be read.
+    Raises CorruptCheckpointError if it can't be understood, and StoreError if it can't be read: keep its objects.
     """
     key = ids.manifest_key(name)
     try:

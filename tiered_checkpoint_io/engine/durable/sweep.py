@@ -62,10 +62,8 @@ from tiered_checkpoint_io.stores.base import ObjectInfo, Refusals, Store, condit
 class RemovalAttempt(NamedTuple):
     """Result of an attempt to remove a checkpoint.
 
-    Attributes:
-        checkpoint: The checkpoint.
-        is_gone: True if it ceased to exist. Otherwise it is unchanged: saved again since, in use, or refused.
-        refusal: Error of the server if it refused to remove something: of a checkpoint that is gone, some of the files.
+    Unless ``is_gone``, it is unchanged: saved again since, in use, or refused. ``refusal`` is the server's error; of a
+    checkpoint that is gone, about some of the files.
     """
 
     checkpoint: Checkpoint
@@ -79,11 +77,9 @@ class Survey:
 
     Attributes:
         locked: Unnamed saves that the server refuses to remove.
-        due: Time of the next sweep, by the monotonic clock.
-        told: The error of the last sweep, as it was logged.
+        due: Time of the next sweep, by the monotonic clock; ``told`` is the error of the last, as it was logged.
         unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
         refused: Checkpoints that the server refused to remove, and that were not reported yet.
-        view: All manifests.
         left_alone: Time until which the checkpoints of a step stay, as the server lately refused to remove one.
     """
 
@@ -236,8 +232,7 @@ def remove_aliases(manifests: Manifests, target: Manifest) -> StoreError | None:
 def delete_all(store: Store, keys: Iterable[str]) -> None:
     """Removes objects, some of which may not be there: by few requests if the store has them, else by one each.
 
-    Raises:
-        StoreError: Some are still there: if they are refused, all others are gone. Repeat the call to finish.
+    Raises StoreError if some are still there; all that were not refused are gone. Repeat the call to finish.
     """
     todo, batched = sorted(keys), getattr(store, "delete_all", None)
     if batched is not None:
@@ -247,12 +242,9 @@ def delete_all(store: Store, keys: Iterable[str]) -> None:
 
 
 def remove_unnamed(manifests: Manifests, name: str, path: str) -> None:
-    """Removes a switch that no manifest names.
+    """Removes a switch that no manifest names, or raises StoreError if the switch is being replaced.
 
     If its save is about to be committed, that fails: its manifest's place is reserved first.
-
-    Raises:
-        StoreError: The switch is being replaced. Nothing was removed.
     """
     tag = manifests.conditional.tag(path)
     if tag is not None:
@@ -276,16 +268,10 @@ def refresh(store: Store, save_id: str) -> bool:
 def sweep(
     store: Store, survey: Survey, *, before: float, live: Iterable[str] = (), clock: Clock = SYSTEM
 ) -> list[tuple[str, str]]:
-    """Removes the saves that no manifest names.
+    """Removes the saves that no manifest names; returns the ids and names of those that are gone.
 
     A save that was written to since ``before``, by the store's own clock, stays; so do all saves later than a ``live``
-    one.
-
-    Returns:
-        Ids and names of the saves that are gone.
-
-    Raises:
-        StoreError: The tier does not answer, or refuses to remove some saves; all others are gone.
+    one. Raises StoreError if the tier refuses to remove some saves; all others are gone.
     """
     saves = {save_id for save_id in folders_of(store, ids.SAVES_PREFIX) if ids.is_save_id(save_id)}
     if not saves:
@@ -378,8 +364,7 @@ LIFETIME_S = 24 * 3600.0
 def hold(store: Store, name: str, save_id: str, *, clock: Clock = SYSTEM) -> str:
     """Keeps a save from being deleted under its name; returns the key that :func:`release` takes.
 
-    Raises:
-        CheckpointNotFoundError: The name has no checkpoint, or another save's. No hold was written.
+    If the name has no checkpoint, or another save's, this raises CheckpointNotFoundError, and holds nothing.
     """
     key = ids.hold_prefix(name) + clock.token(8)
     store.put(key, b"{}")

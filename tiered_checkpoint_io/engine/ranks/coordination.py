@@ -38,11 +38,8 @@ class _Failed(NamedTuple):
 class Group:
     """All ranks that act together; without a process group, only this process.
 
-    Attributes:
-        rank: This process.
-        world_size: Number of ranks.
-        is_first_here: True for one rank of each node, from :meth:`arrive` on.
-        has_other_nodes: True if the ranks are on several nodes, from :meth:`arrive` on.
+    From :meth:`arrive` on, ``is_first_here`` is True for one rank of each node, and ``has_other_nodes`` if there are
+    some.
     """
 
     rank = 0

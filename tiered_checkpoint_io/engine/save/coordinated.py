@@ -63,9 +63,8 @@ class CoordinatedSaver(Saver):
     def begin(self) -> None:
         """Waits until this rank's part of the last save is sealed; each rank calls this before the next save.
 
-        Raises:
-            SaveError: Sealing it failed in the background. All ranks have to learn of this, and must not save: memory
-                would remove older checkpoints for a newer one that is not complete.
+        If sealing failed in the background, this raises SaveError. All ranks have to learn of this, and must not save:
+        memory would remove older checkpoints for a newer one that is not complete.
         """
         failed = self._end_last()
         if failed is not None:
@@ -173,16 +172,11 @@ class CoordinatedSaver(Saver):
 
     # ------------------------------------------------------------------------------------- ranks
     def capture(self, part: PartSave) -> bool:
-        """Captures this rank's items; later changes to them are not in the checkpoint.
+        """Captures this rank's items, and returns whether this node has them; later changes are not in the checkpoint.
 
         The part is sealed as well, except the coordinator's, which :meth:`finish` seals, and parts that
-        :meth:`seal_in_background` seals.
-
-        Returns:
-            True if this node has it. Without room, a memory-only save is skipped, with one warning.
-
-        Raises:
-            SaveError: Neither memory nor the spill has room for a durable save.
+        :meth:`seal_in_background` seals. Without room, a memory-only save is skipped, with one warning; a durable one
+        raises SaveError.
         """
         self.give_up()
         self.op_id = None

@@ -69,23 +69,15 @@ FOUND_CHANGED = "a capture has found the state changed"
 
 @dataclass(frozen=True, slots=True)
 class SaveFacts(_Noted):
-    """Facts of one save that all its ranks agree on.
+    """Facts of one save that all its ranks agree on; those of :class:`Content` mean the same here.
 
     Attributes:
-        name: The checkpoint's name.
-        save_id: The save's id.
-        step: The training step; -1 if it is not known.
         world_size: Number of ranks of the job; for a checkpoint of several parts, of ranks that save one.
         durable: True if it is to go to the durable tier.
-        payload: The payload format.
         taken: True if another save may have the checkpoint's name: see :func:`may_be_taken`.
         completed: The newest saves of this run that are complete, the oldest first.
-        epoch: The epoch; -1 if it is not known.
-        metric: Value that a ModelCheckpoint monitored.
         series: Key of the names that these ranks save in turn, see :func:`ids.series_of`; empty for all names.
             ``memory_keep_last`` applies to these together, and a later one replaces an earlier one.
-        coordinator: The rank whose drain commits; -1 if ranks need not know.
-        resumable: True if training can resume from it.
         left_out: True if too many saves wait for the durable tier to take it: see :func:`admit`.
         dirpath: The coordinator's durable tier; empty if it names none, or ranks need not know.
         lacking: Earlier saves that memory will never hold completely, the oldest first.
@@ -168,13 +160,7 @@ class SaveFacts(_Noted):
 
 @dataclass(frozen=True, slots=True)
 class ShardRole:
-    """A rank's shard of a state.
-
-    Attributes:
-        shard: Its number, from 0 on.
-        degree: Number of shards of the state.
-        writes: True if this rank saves it: one of those that hold the same.
-    """
+    """A rank's shard of a state of ``degree`` shards; ``writes`` is True for one of the ranks that hold the same."""
 
     shard: int = 0
     degree: int = 1
@@ -294,12 +280,7 @@ def _count(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Vote(_Noted):
-    """Answer of a rank about its node, before a save that is to go to the durable tier.
-
-    Attributes:
-        free: True if its queue has room for one more.
-        given_up: The save that was cancelled there to make room; empty for none.
-    """
+    """Answer of a rank before a durable save: is its node's queue ``free``, and which save was given up for that."""
 
     free: bool
     given_up: str
@@ -357,12 +338,7 @@ def has_missed(session: Session, facts: SaveFacts) -> bool:
 
 @contextlib.contextmanager
 def needing_room(session: Session, facts: SaveFacts) -> Iterator[None]:
-    """Fails a durable save if the block has no room.
-
-    Raises:
-        MemoryFullError: The save is memory-only, and is skipped.
-        SaveError: The save is durable, or was to be.
-    """
+    """Raises SaveError if the block has no room for a save that is, or was to be, durable; else MemoryFullError."""
     try:
         yield
     except MemoryFullError as full:

@@ -206,10 +206,8 @@ class Snapshot:
 def own_objects(tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Makes tensors over the same memory, by their numbers, because a holder of the first ones may replace it.
 
-    Those that are ``kept`` are looked at after the copy, and stay as they are. So do sharded ones.
-
-    Raises:
-        UncopiedError: A tensor has attributes, or hooks.
+    Those that are ``kept`` are looked at after the copy, and stay as they are. So do sharded ones. Raises UncopiedError
+    for a tensor with attributes, or hooks.
     """
     same = set(map(id, kept))
     numbers = [number for number, each in enumerate(tensors) if id(each) not in same and type(each) in WHOLE]
@@ -248,16 +246,13 @@ class Overlapped:
 
     Attributes:
         tensors: Tensors that only the optimizers change; the save returns before their copy.
-        addresses: Their addresses.
         sharded: The sharded tensors among those that the optimizers hold, which have version counters of their own.
         copies: For a full checkpoint, copies of all other storages, by the storage that was copied.
-        copied: Set once the live state is no longer needed.
-        wanted: Set once training waits for ``copied``.
+        copied: Set once the live state is no longer needed; ``wanted`` is set once training waits for that.
         size: Bytes of the state, of a sharded one.
         stall_s: Time for which the save's caller waited, seconds.
         made: Report that the caller got about the save.
         is_late: True if training continued before the copy was done.
-        is_checked: True if :data:`CHECK` is set.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -291,18 +286,12 @@ class Overlapped:
         return list(map(attrgetter("_version"), (*self.tensors, *self.sharded)))
 
     def find_others(self, found: Sequence[Found], begins: Integers, ends: Integers) -> list[int]:
-        """Finds the tensors to copy at once; a storage is copied whole, or not at all.
+        """Returns the numbers of the saved tensors or storages to copy at once; a storage is copied whole, or not at
+        all.
 
-        A storage is left in place if :attr:`tensors` hold every byte that is saved of it. Tensors in another
-        one are dropped from them: its other content may share their version counters, and change.
-
-        Args:
-            found: All saved objects: storages, which are saved whole; or tensors.
-            begins: Start of each; 0 if it has no memory of its own.
-            ends: End of each.
-
-        Returns:
-            The numbers of those that are to be copied.
+        ``begins`` has the start of each, 0 if it has no memory of its own, and ``ends`` its end. A storage is left in
+        place if :attr:`tensors` hold every byte that is saved of it. Tensors in another one are dropped from them: its
+        other content may share their version counters, and change.
         """
         own = np.array(self.addresses, np.int64)
         own_ends, _, gaps = ends_of(self.tensors, own)
@@ -349,9 +338,7 @@ class Overlapped:
     def check(self) -> None:
         """Checks, after the copy and before training continues, whether all is as it was when the save began.
 
-        Raises:
-            ChangedError: The state has changed.
-            SaveError: Training has not waited for the copy any longer.
+        Raises ChangedError if not, and SaveError if training has not waited for the copy any longer.
         """
         if self.is_late:
             raise SaveError(
@@ -394,8 +381,7 @@ class Overlap:
     def begin(self, image: Image) -> tuple[Image, Overlapped] | None:
         """Copies the storages of a planned file that others than the optimizers may change.
 
-        Returns:
-            The file of these copies, and the capture that is left; None if all is captured before the save returns.
+        Returns the file of these copies, and the capture that is left; None if all is captured before the save returns.
         """
         return self._begin(lambda overlapped: _copied_image(image, overlapped))
 
@@ -443,10 +429,8 @@ class Overlap:
     def wait(self) -> None:
         """Waits until the live state is no longer needed; call this before the state may change.
 
-        If the wait takes longer than ``wait_timeout_s``, training continues, and the save fails.
-
-        Raises:
-            SaveError: The wait takes longer, and ``on_save_error`` is ``raise``.
+        If the wait takes longer than ``wait_timeout_s``, training continues, and the save fails; this raises SaveError
+        if ``on_save_error`` is ``raise``.
         """
         current = self._current
         if current is None:

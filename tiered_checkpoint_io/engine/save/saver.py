@@ -52,15 +52,11 @@ class PartSave:
     """A part during its save.
 
     Attributes:
-        session: Both tiers.
-        facts: Facts of the save.
-        rank: Rank of the part.
         image: Its file, planned; None if the rank has none.
         threads: Number of threads that copy and hash.
         started: When the save began, by the monotonic clock; now by default.
         slot: Slot of the file, until the part exists.
         hashes: Hashes of its chunks; empty if they are still to be made.
-        spilled: True if it is in the spill.
         capture_s: Time of the copy, seconds.
         overlapped: The overlapped capture in progress, if any.
         is_sealed_later: True if the part is hashed and sealed in the background, after its capture.
@@ -100,9 +96,8 @@ class PartSave:
     def capture(self, held: Collection[StoredPart], rules: Rules) -> None:
         """Makes room for the state, and copies it; later changes to the tensors do not affect the checkpoint.
 
-        Raises:
-            MemoryFullError: Neither memory nor the spill has room; the save is memory-only.
-            SaveError: The same, for a durable save. Or the state changed during an overlapped capture.
+        Without room, a memory-only save raises MemoryFullError, and a durable one SaveError, as does a state that
+        changed during an overlapped capture.
         """
         # This save adds one checkpoint; memory keeps at least two, because this save may fail.
         keep = max(1, self.session.config.memory_keep_last - 1)
@@ -229,12 +224,9 @@ class PartSave:
     def wait(self, is_hopeless: Callable[[], bool] = lambda: False) -> bool:
         """Waits until the drain's upload is on the durable tier; for ``is_hopeless`` see :meth:`DrainHandle.wait`.
 
-        Returns:
-            True if it is there; False if the drain makes no progress for ``pending_timeout_s``, or the job has to end.
-
-        Raises:
-            SaveError: The upload failed; or it makes no progress or was skipped, and ``on_save_error`` is ``raise``.
-            DrainError: The upload is not done within ``wait_timeout_s``, or hopeless.
+        Returns False if the drain makes no progress for ``pending_timeout_s``, or the job has to end. Raises DrainError
+        if the upload is hopeless, or not done within ``wait_timeout_s``; SaveError if it failed, or, with
+        ``on_save_error: raise``, makes no progress or was skipped.
         """
         drain, config, facts = self.session.open().drain, self.session.config, self.facts
         timeout_s, moving_s = config.support.wait_timeout_s, config.support.pending_timeout_s
@@ -311,11 +303,7 @@ class PartSave:
 
 
 class Saver:
-    """Base of the savers of one process, with captures that may continue after a save has returned.
-
-    Attributes:
-        overlap: Such captures; None if all end before.
-    """
+    """Base of the savers of one process: captures may ``overlap`` training after a save has returned; None if not."""
 
     def __init__(self, session: Session, why_eager: str) -> None:
         """Takes the tiers, and the reason that is logged for an eager save."""
@@ -473,14 +461,8 @@ class LocalSaver:
     ``ranks.run`` explains how the ranks' save ids agree. On the durable tier the checkpoint exists once the parts of
     all shards are there. Without an answer of the other ranks, a save only warns.
 
-    Attributes:
-        session: Both tiers.
-        shard: Number of this rank's shard.
-        wanted: The facts that the caller knows: no save id.
-        repeat: See :meth:`Run.count_save`, which is called first, also on ranks that do not save.
-        wait: True to return, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
-        threads: Number of threads that copy.
-        run: The run of all ranks.
+    ``repeat`` is from :meth:`Run.count_save`, which is called first, also on ranks that do not save. With ``wait``, a
+    save returns, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
     """
 
     session: Session
@@ -494,10 +476,8 @@ class LocalSaver:
     def save(self, surface: Callable[[], None], planned: Callable[[], Image]) -> tuple[SaveReport, str | None] | None:
         """Captures the shard, and queues its upload.
 
-        Args:
-            surface: Raises failures of earlier saves, which stop this one. It is called here, as ``planned`` is, so
-                that the other ranks learn of a failure: they then remove nothing for this save.
-            planned: Plans the state's file.
+        ``surface`` raises failures of earlier saves, which stop this one, and ``planned`` plans the state's file: both
+        are called here, so that the other ranks learn of a failure. They then remove nothing for this save.
 
         Returns:
             The report, and the drain's operation that uploads the part, if any. None if a memory-only save was skipped.
@@ -506,7 +486,6 @@ class LocalSaver:
             SaveError: Neither memory nor the spill has room for a durable save; or, on all ranks that wait, the save
                 did not reach the durable tier.
             ConfigError: The run's id could not be learnt; or another live run writes to the same dirpath.
-            Exception: Errors of ``surface`` or ``planned``.
         """
         session, started = self.session, self.session.clock.monotonic()
         held, failure = self._look(surface)
