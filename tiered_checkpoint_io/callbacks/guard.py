@@ -92,8 +92,6 @@ class StrategyGuard(Callback):
             has_restored = trainer.ckpt_path is not None and trainer.state.status == TrainerStatus.RUNNING
             ends = of_ours(trainer) if has_restored and not self._has_trained else []
             for each in ends:
-                each._begin_training(trainer)
-            for each in ends:
                 each._save_what_is_in_memory_alone(trainer)
             strategy.teardown()
 

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -51,20 +51,6 @@ _WITHHELD = "withheld"
 #: The name of the checkpoint of the end of training below dirpath, without its ending; the next one replaces it. NeMo
 #: takes names that end in "end" for the mark of a training that must not continue.
 _END_NAME = "end_of_training"
-
-
-class Resumable(NamedTuple):
-    """The newest steps that a callback has saved and that training can resume from; -1 for none."""
-
-    #: In any tier; and on the durable tier, or queued for it.
-    saved: int = -1
-    durable: int = -1
-
-    def after(self, step: int, report: SaveReport | None) -> Resumable:
-        """Counts a save of a whole training state; without a report, one that failed."""
-        if report is None:
-            return self
-        return Resumable(step, step if "durable" in report.tiers else self.durable)
 
 
 def progress_of(trainer: Trainer) -> tuple[int, int]:
@@ -176,8 +162,8 @@ class TieredModelCheckpoint(ModelCheckpoint):
         self._withheld: list[str] = []
         #: Best checkpoints that never landed: too many saves waited, or the save failed.
         self._lost: set[str] = set()
-        #: On rank 0, the saved steps of this training, and the step that it began with.
-        self._resumable, self._began_at = Resumable(), 0
+        #: The step that training began with.
+        self._began_at = 0
         #: True if training validates just now, perhaps with averaged weights.
         self._is_validating = False
         #: All ranks, to meet after an exception: a group that is made then may wait for ever for a dead one.
@@ -247,11 +233,10 @@ class TieredModelCheckpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._begin_training(trainer)
         if getattr(self, "save_on_exception", False) and trainer.world_size > 1:
             bound = timedelta(seconds=self._engine.session.clock.timing.failed_together_s)
             self._group = torch.distributed.new_group(backend="gloo", timeout=bound)
-        self._reached = trainer.global_step
+        self._reached = self._began_at = trainer.global_step
         # Not in setup: a checkpoint restored since then may be of another step.
         if self._last_global_step_saved != trainer.global_step:
             self._last_global_step_saved = 0
@@ -302,8 +287,6 @@ class TieredModelCheckpoint(ModelCheckpoint):
             report = self._save(trainer, filepath, options, weights_only=self.save_weights_only)
             if trainer.is_global_zero:
                 self._note_saved(filepath, report, among_best=not self._naming_last)
-            if not self.save_weights_only:
-                self._resumable = self._resumable.after(step, report)
             if not self._naming_last:
                 self._durable_save = (progress_of(trainer), filepath)
             self._remove_withheld(trainer)
@@ -410,29 +393,13 @@ class TieredModelCheckpoint(ModelCheckpoint):
         # Lightning asks since 2.6. An evaluation may have loaded weights of another step.
         return trainer.state.fn == TrainerFn.FITTING and super()._should_save_on_exception(trainer)
 
-    def _begin_training(self, trainer: Trainer) -> None:
-        restored, step = self._engine.restored, trainer.global_step
-        self._resumable, self._began_at = Resumable(), step
-        if restored is None or restored.step != step:
-            return
-        if restored.name in self._engine.also_last:
-            # Lightning has it removed when this fit ends.
-            self._resumable = Resumable(step, -1)
-        elif not restored.is_durable:
-            parts = [each.part for each in self._engine.session.open().tier.parts() if each.part.name == restored.name]
-            self._resumable = Resumable(step, step if any(part.durable for part in parts) else -1)
-
     def _has_stepped(self, trainer: Trainer) -> bool:
         """Returns True if the ending batch made a step: a save after any other lacks accumulated gradients."""
         return trainer.global_step > self._began_at and not trainer.fit_loop._should_accumulate()
 
     def _save_state(self, trainer: Trainer, name: str, *tiers: str) -> SaveReport | None:
         """Saves the whole training state below the IO's dirpath; ModelCheckpoint does not count this checkpoint."""
-        report: SaveReport | None = self._save(
-            trainer, ids.join_url(self._engine.dirpath, name), {"tiers": tiers}, weights_only=False
-        )
-        self._resumable = self._resumable.after(trainer.global_step, report)
-        return report
+        return self._save(trainer, ids.join_url(self._engine.dirpath, name), {"tiers": tiers}, weights_only=False)
 
     def _save_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Saves the last state to the durable tier, if the newest is only in memory; all ranks call this."""
@@ -444,7 +411,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
         """Saves a training that has left a batch; all ranks call this."""
         if self._has_stepped(trainer) and not self._is_validating:
             self._save_end(trainer, module)
-        elif trainer.is_global_zero and self._is_in_memory_alone(trainer):
+        elif trainer.is_global_zero and self._is_in_memory_alone():
             self._engine.session.log.warning(
                 "training was ended during accumulated gradients or a validation, and its newest checkpoint is in node"
                 " memory alone; upload it before the node goes: tiered-ckpt flush"
@@ -453,10 +420,9 @@ class TieredModelCheckpoint(ModelCheckpoint):
     def _save_what_is_in_memory_alone(self, trainer: Trainer) -> None:
         wanted = self.save_on_train_end and self._io is not None and self._io.config.save_on_train_end
         if wanted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            missing = self._is_in_memory_alone(trainer)
             # Rank 0 knows the outcomes of the saves, and each rank its later losses.
             lost = trainer.strategy.reduce_boolean_decision(self._has_lost(), all=False)
-            if trainer.strategy.broadcast(missing or lost):
+            if trainer.strategy.broadcast(lost or (trainer.is_global_zero and self._is_in_memory_alone())):
                 with last_saves(self._engine.session):
                     made = self._save_state(trainer, _END_NAME + self.FILE_EXTENSION, "memory", "durable")
                     # A sharded save after one that failed in the background is not made, and the next one is.
@@ -533,10 +499,15 @@ class TieredModelCheckpoint(ModelCheckpoint):
             for each in of_ours(trainer)
         )
 
-    def _is_in_memory_alone(self, trainer: Trainer) -> bool:
-        """Returns True if the newest step to resume from is not, and will not be, on the durable tier."""
-        known = [each._resumable for each in of_ours(trainer)]
-        return max(each.saved for each in known) > max(each.durable for each in known)
+    def _is_in_memory_alone(self) -> bool:
+        """Returns True if the newest checkpoint to resume from is not, and will not be, on the durable tier."""
+        session, restored = self._engine.session, self._engine.restored
+        if session.last_save is None and (restored is None or restored.name in self._engine.also_last):
+            # Lightning has the latter removed when this fit ends.
+            return restored is not None
+        parts = [each.part for each in session.open().tier.parts() if each.part.place == session.place]
+        # In the order of their saves.
+        return not next((each.durable for each in reversed(parts) if each.content.resumable), True)
 
     def _look_after(self, trainer: Trainer) -> None:
         """Reads the drain's outcomes, and passes them on to every callback of this kind."""
