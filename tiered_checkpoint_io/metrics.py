@@ -137,12 +137,6 @@ CATALOG: tuple[Metric, ...] = (
         lambda look: look.totals.failed,
     ),
     _counter(
-        "uploads",
-        "Checkpoints, or this node's parts of them, that were uploaded.",
-        lambda look: look.totals.uploads,
-    ),
-    _counter("uploaded_bytes", "Bytes of these.", lambda look: look.totals.uploaded_bytes),
-    _counter(
         "request_retries",
         "Requests to the durable tier that the drain repeated since it started.",
         lambda look: look.drain.counters.get("retries", 0) if look.drain.pid else None,
@@ -151,11 +145,6 @@ CATALOG: tuple[Metric, ...] = (
         "drain_bytes_per_second",
         "The rate of the upload in work, or else of the last one.",
         lambda look: look.drain.rate if look.drain.pid else None,
-    ),
-    _gauge(
-        "drain_heartbeat_age_seconds",
-        "Time since the drain last wrote its progress.",
-        lambda look: max(0.0, look.now - look.drain.heartbeat) if look.drain.pid else None,
     ),
     _gauge("pending", "Saves, copies and deletes that wait for the durable tier.", lambda look: look.waiting),
     _gauge(

@@ -1,8 +1,6 @@
 """NeMo trainings on several ranks (gloo): real processes, killed and resumed, each counted at a proxy of its own."""
 
 import contextlib
-import json
-import os
 import re
 from pathlib import Path
 
@@ -92,16 +90,3 @@ def test_a_rank_that_can_make_no_temporary_folder_ends_all_ranks(ranks):
     answers = ranks.launch(2, 2, EXPORT, one={1: {"no_folder": True}})
     assert [answer and re.match(r"SaveError: the model could not be exported: OSError: no folder", answer["error"])
             is not None for answer in answers] == [True, True], said(ranks.folder, 0)  # fmt: skip
-
-
-def test_a_preempted_training_saves_and_goes_on_from_there(ranks):
-    """SIGTERM to rank 0, as NeMo's PreemptionCallback has it: the ranks agree at the end of a batch."""
-    answers = ranks.launch(2, 20, one={0: {"stop_at": 7, "how": "SIGTERM"}})
-    assert [answer.get("ended") for answer in answers] == [0, 0], said(ranks.folder, 0)
-    (name,) = [name for name in ranks.durable() if "-last" in name]
-    saved = int(re.search(r"step=(\d+)", name)[1])
-    assert saved in (7, 8)
-    answers = ranks.launch(2, 9)
-    assert [answer["from"][1] for answer in answers] == [saved] * 2
-    assert json.dumps(answers)
-    assert os.listdir(ranks.memory_dir)

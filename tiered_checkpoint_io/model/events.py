@@ -59,8 +59,6 @@ class Totals:
     capture_s: float = 0.0
     failed: int = 0
     skipped: int = 0
-    uploads: int = 0
-    uploaded_bytes: int = 0
     durable_step: int = -1
     durable_at: float = 0.0
     durable_age_s: float = 0.0
@@ -123,11 +121,8 @@ class Totals:
         if event["action"] not in _SAVES:
             return
         self.failed += event["state"] == "failed"
-        if event["state"] == "committed":
-            self.uploads += 1
-            self.uploaded_bytes += event["size_bytes"]
-            if event["action"] == "save":
-                self._is_durable(int(event["step"]), float(event["created"]), t)
+        if event["state"] == "committed" and event["action"] == "save":
+            self._is_durable(int(event["step"]), float(event["created"]), t)
 
     def _is_durable(self, step: int, created: float, t: float) -> None:
         if created >= self.durable_at:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from nemo.utils import exp_manager as upstream
@@ -169,8 +169,9 @@ def _configure_checkpointing(
         io.async_checkpointing = True
     callback = TieredNeMoCheckpoint(**_callback_arguments(params, io.config))
     callbacks.append(callback)
-    if create_preemption_callback:
-        callbacks.append(TieredPreemption(callback))
+    # NeMo's needs CUDA, and is left out elsewhere by NeMo, too.
+    if create_preemption_callback and torch.cuda.is_available():
+        callbacks.append(upstream.PreemptionCallback(callback))
 
 
 def _fill_in(params: DictConfig, name: str, dirpath: str) -> None:
@@ -200,20 +201,3 @@ def _callback_arguments(params: DictConfig, config: TieredCheckpointConfig) -> d
     elif arguments.get("every_n_train_steps") is not None or arguments.get("train_time_interval") is not None:
         arguments["every_n_epochs"] = None
     return arguments
-
-
-# ------------------------------------------------------------------------------------- callbacks
-class TieredPreemption(upstream.PreemptionCallback):  # type: ignore[misc]
-    """NeMo's PreemptionCallback, which needs CUDA, for any device."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> Any:
-        """Installs the signal handler."""
-        self._device = pl_module.device
-        return super().on_train_start(trainer, pl_module)
-
-    @property
-    def interrupted(self) -> bool:
-        """Returns True if rank 0 got the signal; all ranks ask at each batch."""
-        interrupted = torch.tensor(self._interrupted, device=self._device, dtype=torch.int32)
-        torch.distributed.broadcast(interrupted, 0)
-        return bool(interrupted.item())
