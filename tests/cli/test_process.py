@@ -105,21 +105,6 @@ def test_a_command_runs_once_for_each_in_order_and_a_failure_is_reported_at_the_
     assert command("watch", node.dirpath, "--after", "step 5").exit_code == 2
 
 
-def test_what_a_command_reads_is_held_meanwhile(node, tmp_path, capfd):
-    for name in ("a.ckpt", "b.ckpt"):
-        node.save(name, b"A")
-    node.drain()
-    # The first command tries to delete what it reads.
-    delete = f"{sys.executable} -m tiered_checkpoint_io prune --keep-latest 1 --yes {node.dirpath}"
-    holds = f"ls {node.dirpath}/.tiered/holds"
-    done = watch(node, f"{holds}; test $TIERED_CKPT_NAME = b.ckpt || {delete} > {tmp_path}/said")
-    assert capfd.readouterr().out.split() == ["a.ckpt", "b.ckpt"]
-    assert done.exit_code == 0
-    assert "in use" in (tmp_path / "said").read_text()
-    assert sorted(os.listdir(node.dirpath)) == [".tiered", "a.ckpt", "b.ckpt"]
-    assert not [each for each in (tmp_path / "run/.tiered/holds").rglob("*") if each.is_file()]
-
-
 def test_a_command_is_not_run_for_what_was_overwritten_before_its_turn(node, tmp_path, capfd):
     """Its variables would have the step of one checkpoint, and the URL of another."""
     for name in ("first.ckpt", "last.ckpt"):
