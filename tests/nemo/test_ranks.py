@@ -75,11 +75,11 @@ def test_ranks_above_0_ask_s3_for_nothing_when_they_resume(ranks, count, way, s3
         ] * count, said(ranks.folder, 0)
         assert [proxy.requests for proxy in proxies[1:]] == [[]] * (count - 1)
         # The drain of rank 0 lists unfinished uploads; to find what to resume from there are two LISTs, one for names that
-        # are taken, and one of the preflight. The sweep after the first commit lists the saves and the manifests. A delete
-        # looks for holds before the manifest goes, and after that.
+        # are taken, one of the preflight, and one of the last look. The sweep after the first commit lists the saves and
+        # the manifests. A delete looks for holds before the manifest goes, and after that.
         holds = proxies[0].count("GET", "%2Fholds%2F")
         assert holds % 2 == 0
-        assert proxies[0].count("GET", "list-type=2") == 6 + holds
+        assert proxies[0].count("GET", "list-type=2") == 7 + holds
         assert proxies[0].count("GET", "%2Fpreflight%2F") == 1
         assert proxies[0].count("GET", "lease.json") > 0
     assert [answer["asked"] for answer in answers[1:]] == [{}] * (count - 1)

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_i
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.status import Progress, SaveReport, drain_command, tier_label
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.logs import names_text
 
 #: Loggers of which a failure was warned.
@@ -65,13 +65,21 @@ def log_drain(trainer: Trainer, outcomes: Sequence[Outcome]) -> None:
 
 
 def summary(session: Session) -> list[str]:
-    """Returns the lines that a training ends with, as far as this node knows; none without a save."""
+    """Returns the lines that a training ends with, after a last look at the durable tier; none without a save."""
     config, standing = session.config, session.standing()
-    where, memory, uploaded = tier_label(config.dirpath), standing.memory, standing.uploaded
-    if memory is None and uploaded is None and not standing.pending:
+    where, uploaded = tier_label(config.dirpath), standing.uploaded
+    if standing.memory is None and not uploaded and not standing.pending:
         return []
-    durable = f"{uploaded or 'none'} uploaded to {where} from this node"
-    lines = [f"newest checkpoints: {memory or 'none'} in node memory; {durable}"]
+    memory = f"{standing.memory} in node memory" if standing.memory else "none in node memory"
+    try:
+        there = session.newest_of(uploaded)
+        durable = f"{there or 'none'} on {where}" if uploaded else f"none uploaded to {where} from this node"
+    except TieredCheckpointError as error:
+        there, durable = uploaded[0], f"{uploaded[0]} was uploaded to {where}, which can't be asked now: {error}"
+    lines = [f"newest checkpoints: {memory}; {durable}"]
+    if uploaded and there != uploaded[0]:
+        again = f"{drain_command(config)} {uploaded[0].name}"
+        lines.append(f"{uploaded[0]} was deleted from {where}; if it is in node memory, upload it again by: {again}")
     if standing.pending:
         count, names = len(standing.pending), names_text([each.name for each in standing.pending])
         what = "checkpoints are" if count > 1 else "checkpoint is"

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.drain.status import (
     Announcer,
     Progress,
+    Saved,
     SaveReport,
     Standing,
     looking,
@@ -27,6 +28,7 @@ from tiered_checkpoint_io.engine.drain.status import (
     not_uploaded,
     standing_of,
 )
+from tiered_checkpoint_io.engine.durable.files import read_if_there
 from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.engine.leasing import Claims, launch_rank, make_room
 from tiered_checkpoint_io.engine.ranks.run import (
@@ -47,7 +49,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.stores import Store, open_store, place_of
 from tiered_checkpoint_io.stores.peer import Endpoint
-from tiered_checkpoint_io.stores.retry import Question
+from tiered_checkpoint_io.stores.retry import Question, answer_within
 
 
 class DurableNameCache:
@@ -313,6 +315,12 @@ class Session:
                 self._standing,
             )
         return self._standing
+
+    def newest_of(self, uploaded: Sequence[Saved]) -> Saved | None:
+        """Returns the first of some checkpoints that the durable tier still has; raises as :func:`answer_within`."""
+        bound = self._in_time(self.config.support.durable_timeout_s)
+        found = (each for each in uploaded if read_if_there(self.durable(), each.name))
+        return answer_within(bound, lambda: next(found, None), clock=self.clock) if uploaded else None
 
     @property
     def asked(self) -> dict[str, int]:

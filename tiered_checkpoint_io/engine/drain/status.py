@@ -144,7 +144,7 @@ class Standing:
     """
 
     memory: Saved | None = None
-    uploaded: Saved | None = None
+    uploaded: tuple[Saved, ...] = ()
     pending: tuple[Saved, ...] = ()
     resumable: bool = True
 
@@ -170,11 +170,12 @@ def standing_of(
     weights = {each.part.name for each in own if not each.part.content.resumable}
     if last_save is not None and not last_save.resumable:
         weights.add(last_save.name)
+    uploaded = tuple(saved for _, saved in sorted(there.values(), reverse=True))
     return Standing(
         Saved(held.part.name, held.part.content.step) if held is not None else None,
-        max(there.values(), default=(None, None))[1],
+        uploaded,
         tuple(Saved(name, stored.part.content.step if stored else -1) for name, stored in pending.items()),
-        any(each.part.content.resumable for each in own) or not weights.issuperset(there),
+        any(each.part.content.resumable for each in own) or any(each.name not in weights for each in uploaded),
     )
 
 
