@@ -105,6 +105,8 @@ class Timing:
     preemption_upload_s: float = 2.0
     #: Bound of the wait for the durable tier at the start of ``fit``: it answers within a second.
     preflight_s: float = 5.0
+    #: Bound of Slurm's ``scontrol requeue``.
+    requeue_s: float = 10.0
     #: Interval at which the model checkpoint callback looks for outcomes of saves.
     outcome_poll_s: float = 1.0
     #: The future of an asynchronous save is waited for so much longer than ``wait_timeout_s``: it ends by that itself.

@@ -1,4 +1,4 @@
-"""Notice to end at other moments than within training, and on other threads."""
+"""Notice to end at other moments than within training, and on other threads; Slurm's requeue after it."""
 
 import os
 import signal
@@ -117,3 +117,20 @@ def test_the_last_checkpoint_is_made_when_all_other_callbacks_are_done_with_the_
     assert trainer.checkpoint_callbacks == [trainer.checkpoint_callback]
     assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
     assert runs.trainer([PreemptionCheckpoint()], enable_checkpointing=False).checkpoint_callback is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_slurm_is_asked_to_requeue_the_job(runs, tmp_path, monkeypatch, fails):
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    facts = "JOB_ID=80 ARRAY_JOB_ID=77 ARRAY_TASK_ID=3 JOB_NAME=train NTASKS=1 PROCID=0 LOCALID=0 NODEID=0"
+    for fact in facts.split():
+        monkeypatch.setenv(*f"SLURM_{fact}".split("="))
+    with pytest.raises(Preempted) as ended:
+        runs.fit(PreemptionCheckpoint(), model=Told(6, signal.SIGUSR1, fails=fails), ckpt_path=None, plugins=None)
+    assert ended.value.code == 128 + signal.SIGUSR1
+    assert (tmp_path / "asked").read_text() == "requeue 77_3\n"
+    assert runs.durable() == ([] if fails else ["preempted.ckpt"])

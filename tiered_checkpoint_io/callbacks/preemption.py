@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterable
@@ -18,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
@@ -27,6 +30,7 @@ from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks.run import current_rank, current_world_size
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, DrainError, RestoreError, TieredCheckpointError, seconds
+from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 
 #: Part of the grace time that is left for the end of the interpreter and of the launcher.
@@ -215,9 +219,8 @@ class PreemptionCheckpoint(Callback):
     ``tiered:latest`` finds this checkpoint. A signal after the last batch ends the script on each rank that got it; the
     launcher has to end the other ranks.
 
-    The callback replaces Lightning's own handlers: that of SIGTERM hangs under DDP, and that of SIGUSR1 has Slurm queue
-    the job again, which is left to the batch script. It runs after a trainer's other callbacks. If a DataLoader has
-    workers, give each a process group by ``worker_init_fn``: see docs/operations.md.
+    The callback replaces Lightning's own handler of SIGTERM, which hangs under DDP, and runs after a trainer's other
+    callbacks. If a DataLoader has workers, give each a process group by ``worker_init_fn``: see docs/operations.md.
     """
 
     # Not derived from Lightning's Checkpoint: a trainer would then make no ModelCheckpoint by itself.
@@ -332,7 +335,7 @@ class PreemptionCheckpoint(Callback):
             trainer.callbacks = self._callbacks[self._callbacks.index(self) :]  # type: ignore[attr-defined]
         # The last upload has been waited for as long as there was time.
         self._session.log.warning("received %s after the last batch; the script ends here", number.name)
-        self._leave(number)
+        self._leave(trainer, number)
 
     # ----------------------------------------------------------------------------------- inside
     @property
@@ -350,9 +353,14 @@ class PreemptionCheckpoint(Callback):
         if step > 0 and not trainer.sanity_checking:
             with trained_weights(trainer) if trainer.validating else contextlib.nullcontext():
                 self._save(trainer, step)
-        self._leave(number)
+        self._leave(trainer, number)
 
-    def _leave(self, number: signal.Signals) -> NoReturn:
+    def _leave(self, trainer: Trainer, number: signal.Signals) -> NoReturn:
+        session = self._session
+        environment = trainer._accelerator_connector.cluster_environment
+        # Lightning's own handler of SIGUSR1, which is replaced, would do the same.
+        if trainer.is_global_zero and isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            requeue(session.log, session.clock.timing.requeue_s)
         if self._agreement is not None:
             self._agreement.leave()
         raise Preempted(128 + number)
@@ -425,3 +433,17 @@ class PreemptionCheckpoint(Callback):
         if agreement is not None:
             agreement.close()
         return None if self._is_stopping else number
+
+
+def requeue(log: Logger, timeout_s: float) -> None:
+    """Makes Slurm queue this job again; a failure is logged, because the job ends all the same."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
+    command = ["scontrol", "requeue", job]
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or ""
+        log.error("can't requeue job %s: %s %s", job or "(SLURM_JOB_ID is not set)", error, said.strip())
+    else:
+        log.info("requeued job %s", job)
