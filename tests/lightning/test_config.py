@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra import compose, initialize
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 from support.as_lightning import INSTALLED
@@ -82,6 +83,20 @@ def test_one_block_gives_the_io_and_the_callback_and_arguments_replace_what_it_s
     io, callback = from_config(block, enable_async_checkpointing=False, monitor="loss")
     assert isinstance(io, TieredCheckpointIO)
     assert callback.monitor == "loss"
+
+
+def test_a_block_that_is_off_trains_as_lightning_alone_with_the_same_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    block = OmegaConf.create({"dirpath": "s3://bucket/run", "s3_every_n_train_steps": 2, "enabled": False})
+    with pytest.warns(UserWarning, match="is off .enabled: false.: Lightning saves to its own folder"):
+        io, callback = from_config(block, save_top_k=-1)
+    trainer = Trainer(plugins=[io], callbacks=[callback], max_steps=4, logger=False, accelerator="cpu")
+    trainer.fit(Model(), ckpt_path="tiered:latest")
+    saved = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    assert saved == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
+    trainer.fit(Model(), ckpt_path=tmp_path / "checkpoints" / saved[0])
+    with pytest.raises(ConfigError, match="enabled is 'no'"):
+        from_config({**block, "enabled": "no"})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -12,11 +13,12 @@ import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import Unpack
 
-from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO, require_tiered_io
+from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, FreshStart, TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.callbacks.reporting import log_drain, log_save, notify_loggers, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import (
     SentinelFileSystem,
@@ -37,7 +39,7 @@ from tiered_checkpoint_io.engine.save.facts import last_saves
 from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig, check_positive, refuse_keys_of_others
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping, check_positive, refuse_keys_of_others
 from tiered_checkpoint_io.model.config import keys as config_keys
 
 #: Keys of the configuration that it reads.
@@ -541,15 +543,33 @@ def from_config(
     """Makes the IO and the callback that a configuration block describes, for a Trainer's plugins and callbacks.
 
     Args:
-        block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig.
+        block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig. With ``enabled: false``
+            in it, both are Lightning's own, and save to Lightning's folder.
         logger: The IO's logger, instead of the package's own.
         overrides: Keys that replace keys of the block, and arguments of :class:`TieredModelCheckpoint`.
 
     Raises:
         ConfigError: A key or value is not allowed.
     """
+    enabled = True
+    if isinstance(block, Mapping) and "enabled" in block:
+        block = as_mapping(block)
+        enabled = block.pop("enabled")
     given = {key: value for key, value in overrides.items() if key in config_keys()}
     config = TieredCheckpointConfig.from_any(block, **given)
     # An override for the callback is passed as an argument, so that other triggers do not replace it.
     arguments = {key: value for key, value in overrides.items() if key not in given or key in _KEYS}
-    return TieredCheckpointIO.from_config(config, logger=logger), TieredModelCheckpoint.from_config(config, **arguments)
+    callback = TieredModelCheckpoint.from_config(config, **arguments)
+    if enabled is True:
+        return TieredCheckpointIO.from_config(config, logger=logger), callback
+    if enabled is not False:
+        raise ConfigError(f"s3_checkpointing.enabled is {enabled!r}", hint="allowed: true or false")
+    rank_zero_warn("s3_checkpointing is off (enabled: false): Lightning saves to its own folder, from scratch")
+    own = {key: value for key, value in arguments.items() if key not in _KEYS}
+    return _LightningIO(), ModelCheckpoint(**{"every_n_train_steps": callback.s3_every_n_train_steps, **own})  # type: ignore[return-value]
+
+
+class _LightningIO(TorchCheckpointIO):
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        """Returns the state of a file; an empty one for ``tiered:latest``, by which a script resumes."""
+        return FreshStart("off") if str(path).startswith("tiered:") else super().load_checkpoint(path, *args, **options)
