@@ -190,10 +190,6 @@ class Clock:
         """Waits for an event, or a condition that the caller holds, for ``seconds`` at most; whether it came."""
         return event.wait(seconds)
 
-    def wait_for(self, condition: threading.Condition, is_so: Callable[[], object], seconds: float) -> bool:
-        """Waits until ``is_so``, under a condition that the caller holds, for ``seconds`` at most; whether it is."""
-        return bool(condition.wait_for(is_so, seconds))
-
     def start(self, work: Callable[[], object], name: str, *, daemon: bool = True) -> threading.Thread:
         """Starts a thread that does ``work``; a ``daemon`` does not keep its process from ending.
 

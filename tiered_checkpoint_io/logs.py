@@ -60,15 +60,8 @@ class CheckpointLogger(_Adapter):
         return CheckpointLogger(self.logger, {**(self.extra or {}), "step": step if step >= 0 else None})
 
 
-class DebugOnly(_Adapter):
-    """Logs, at their own levels, only if the logger takes DEBUG: for what is logged elsewhere in other words."""
-
-    def isEnabledFor(self, level: int) -> bool:  # noqa: N802, ARG002
-        return bool(self.logger.isEnabledFor(logging.DEBUG))
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        # The logger, itself an adapter, adds its own part.
-        return msg, kwargs
+#: Drops its records: for what is logged elsewhere in other words.
+QUIET = logging.Logger(f"{_NAME}.quiet", logging.CRITICAL + 1)
 
 
 def get_logger(

@@ -213,9 +213,6 @@ class MachineClock(Clock):
     def wait(self, event, seconds):
         return event.is_set() or self._world.current.wait(seconds, event)
 
-    def wait_for(self, condition, is_so, seconds):
-        raise AssertionError("no condition is waited for here")
-
     def start(self, work, name, *, daemon=True):
         process = self._world.current.process
         return Started(process.start_thread(f"{process.name}/{name.removeprefix('tiered-')}", work))

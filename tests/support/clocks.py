@@ -65,12 +65,6 @@ class VirtualClock(Clock):
             self._note(me, None)
         return came
 
-    def wait_for(self, condition, is_so, seconds):
-        end = self.now + seconds
-        while not is_so() and self.now < end:
-            self.wait(condition, end - self.now)
-        return bool(is_so())
-
     def join(self, thread, seconds):
         end = self.now + seconds
         while thread.is_alive() and self.now < end:

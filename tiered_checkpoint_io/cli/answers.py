@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -12,14 +11,13 @@ from tiered_checkpoint_io.cli.output import printable, say
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.leasing import LeaseKeeper
 from tiered_checkpoint_io.errors import ConfigError, StoreError, TieredCheckpointError
+from tiered_checkpoint_io.logs import QUIET
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
 from tiered_checkpoint_io.stores.retry import answer_within
 
 _T = TypeVar("_T")
-#: Drops its records: a command raises a lease's trouble instead.
-_QUIET = logging.Logger("tiered_checkpoint_io.claiming", logging.CRITICAL + 1)
 #: Beyond the time after which a lease counts as dead: for the looks at it.
 _PATIENCE_S = 30.0
 _LOOK_S = 0.2
@@ -54,7 +52,8 @@ def claimed(
     """
     store = open_store(config, dirpath)
     namespace = config.namespace if dirpath is None else ids.namespace_of(dirpath)
-    keeper = LeaseKeeper(lambda: store, namespace, _QUIET, owner=SYSTEM.token(8), clock=SYSTEM)
+    # A command raises a lease's trouble instead of logging it.
+    keeper = LeaseKeeper(lambda: store, namespace, QUIET, owner=SYSTEM.token(8), clock=SYSTEM)
     try:
         keeper.start()
         yield _waits(config, keeper, stop, store.url, makes_room=makes_room)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import subprocess
@@ -30,7 +31,7 @@ from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, D
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.replication.replicas import leave_groups
 from tiered_checkpoint_io.errors import DrainError
-from tiered_checkpoint_io.logs import DebugOnly, Logger, names_text
+from tiered_checkpoint_io.logs import QUIET, Logger, names_text
 from tiered_checkpoint_io.memory.node import (
     MemoryFullError,
     is_locked,
@@ -150,7 +151,7 @@ class DrainRunner:
                 return
             self._stop = threading.Event()
             # The trainer logs outcomes: the drain's own messages would repeat them.
-            quiet = DebugOnly(self._log, {})
+            quiet = self._log if self._log.isEnabledFor(logging.DEBUG) else QUIET
             drain = Drain(self._root, logger=quiet, stop=self._stop, stay=True, clock=self._clock)
             self._thread = self._clock.start(functools.partial(self._run, drain), "tiered-drain")
             self._drain = drain
