@@ -19,8 +19,10 @@ import hmac
 import os
 import re
 import secrets
+import select
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,13 +36,14 @@ from tiered_checkpoint_io.memory.node import MemoryFullError, write_atomic
 from tiered_checkpoint_io.memory.parts import Incoming, StoredPart, opened
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.peer import Endpoint, PeerStore
+from tiered_checkpoint_io.stores.peer import LEAST_RATE, Endpoint, PeerStore
 
 #: Files: the address that a trainer asks for, and the endpoint for its readers.
 _WISH_FILE, _ENDPOINT_FILE = "serve.address", "serve.json"
 _MAX_CONNECTIONS = 128
 _MAX_HEAD = 4096
 _MAX_RANGE = 1 << 30
+_SENT_AT_ONCE = 8 << 20
 _REQUEST = re.compile(rb"GET /(?:([0-9A-Za-z.-]{1,64})/(\d{1,9})(?:/(\d{1,9}|check))?)? HTTP/1\.1\r\n")
 _REPLICAS = re.compile(rb"GET /replicas/([0-9a-f]{1,32})(?:/(\d{1,9}))? HTTP/1\.1\r\n")
 _TOKEN = re.compile(rb"\r\nAuthorization: Bearer ([0-9a-f]{1,128})\r\n", re.IGNORECASE)
@@ -349,9 +352,27 @@ class _Reader:
         if isinstance(stored, Incoming) and not self._is_here(stored, number, first, last):
             return
         self._send(_head("206 Partial Content", length, f"Content-Range: bytes {first}-{last}/{entry.size}\r\n"))
-        with open(self._descriptors[number], "rb", buffering=0, closefd=False) as file:
-            if self._connection.sendfile(file, first, length) < length:
-                raise ConnectionAbortedError("the file is short")
+        deadline = self._clock.monotonic() + self._clock.timing.peer_silence_s + length / LEAST_RATE
+        descriptor, at = self._descriptors[number], first
+        for _ in self._ready(deadline):
+            with contextlib.suppress(BlockingIOError):
+                sent = os.sendfile(self._connection.fileno(), descriptor, at, min(last + 1 - at, _SENT_AT_ONCE))
+                if not sent:
+                    raise ConnectionAbortedError("the file is short")
+                at += sent
+            if at > last:
+                return
+
+    def _ready(self, deadline: float) -> Iterator[None]:
+        """Yields whenever the reader takes more; raises TimeoutError if it has not taken all by the deadline."""
+        # The socket's own sendfile bounds each silence only: a reader of a few bytes at a time would keep its place.
+        silence_s = self._clock.timing.peer_silence_s
+        self._connection.settimeout(silence_s)
+        poll = select.poll()
+        poll.register(self._connection, select.POLLOUT)
+        while self._clock.monotonic() < deadline and poll.poll(silence_s * 1000):
+            yield
+        raise TimeoutError("the reader is too slow")
 
     def _send(self, data: bytes) -> None:
         self._connection.settimeout(self._clock.timing.peer_silence_s)
