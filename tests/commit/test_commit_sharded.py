@@ -45,16 +45,6 @@ def overwriting(store, suffix="-2"):
     return commits
 
 
-def test_corrupt_bytes_reach_nothing(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    part, data = make_part("a", 1, 0)
-    for basename in data:
-        bad = {**data, basename: data[basename][:-1] + bytes([data[basename][-1] ^ 1])}
-        with pytest.raises(CorruptCheckpointError):
-            commit.put_part(store, part, views_of(bad), journal=MemoryJournal())
-    assert objects(store) == []
-
-
 def test_a_part_that_arrived_is_not_sent_again_and_one_that_is_not_needed_not_at_all(tmp_path):
     store = DirectoryStore(str(tmp_path))
     part, data = make_part("a", 1, 1)

@@ -7,8 +7,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from support.bad_input import KEPT, state
-from support.clocks import hurried
-from support.failing import failing
 from support.supporting import build
 from support.training import Model, Runs
 
@@ -161,9 +159,6 @@ def test_paths_may_be_paths(tmp_path, memory_dir):
     assert (tmp_path / "logs" / f"{io.config.namespace}_checkpointing.log").exists()
 
 
-KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-
-
 def test_a_trainer_refuses_what_no_trainer_saved_and_its_advice_works(memory_dir, tmp_path):
     class Warm(Model):
         def on_fit_start(self):
@@ -219,31 +214,3 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
         io.save_checkpoint(state(2), "tiered://latest")
     assert io.load_checkpoint("tiered:latest")["global_step"] == 1
     assert not list(tmp_path.rglob("x.ckpt"))
-
-
-@pytest.fixture
-def unreachable(monkeypatch):
-    """Makes an endpoint without a server, and shortens the bound, by default two minutes."""
-    for key in KEYS:
-        monkeypatch.setenv(key, "x")
-    with hurried(retry_deadline_s=0.2, retry_first_wait_s=0.05, retry_max_wait_s=0.2):
-        yield {"dirpath": "s3://bucket/run", "namespace": "away", "endpoint_url": "http://127.0.0.1:9"}
-
-
-def test_unreachable_is_an_error_never_a_start_from_scratch(unreachable, memory_dir, tmp_path):
-    runs = Runs(unreachable["dirpath"], memory_dir, tmp_path)
-    for name in ("tiered:latest", "tiered:last", "a.ckpt"):
-        with failing("unavailable", match="EndpointConnectionError.*check endpoint_url and the network"):
-            runs.io(**unreachable).load_checkpoint(name)
-    for ckpt_path in ("tiered:latest", "last"):
-        model = Model()
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        callback = TieredModelCheckpoint(s3_every_n_train_steps=5, monitor="loss")
-        with failing("unavailable", match="check endpoint_url and the network"):
-            runs.fit(callback, io=runs.io(**unreachable), model=model, ckpt_path=ckpt_path)
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    # Memory carries it on.
-    io = runs.io(**unreachable)
-    io.save_checkpoint(state(4), "a.ckpt", storage_options={"tiers": ["memory"]})
-    assert io.load_checkpoint("tiered:latest")["global_step"] == 4
-    io.teardown()

@@ -40,15 +40,6 @@ def s3(s3_url):
     store.close()
 
 
-def asked(store, work):
-    """Returns the requests of some work to a store, by kind."""
-    before = store.metrics.snapshot()
-    work()
-    after = store.metrics.snapshot()
-    kinds = {key.removeprefix("requests."): count - before.get(key, 0) for key, count in after.items()}
-    return {key: kinds[key] for key in ("list", "get", "put", "delete") if kinds.get(key)}
-
-
 def save_of(number):
     return ids.save_id(RUN, number)
 
@@ -85,19 +76,6 @@ def test_what_is_held_stays_until_it_is_released_or_its_program_is_dead(s3):
     with pytest.raises(CheckpointNotFoundError, match="c4 was deleted or overwritten"):
         hold(s3, "c4", save_of(3))
     assert not list(s3.list(ids.HOLDS_PREFIX))
-
-
-def test_a_save_costs_few_requests(s3):
-    survey, policies = Survey(), [Latest(2)]
-    for number in range(1, 6):
-        save(s3, f"c{number}", number)
-        apply(s3, policies, survey)
-    save(s3, "c6", 6)
-    # Lists: manifests; of the delete, holds twice. Reads: new manifests, once more after a second, and the one that
-    # goes. Its file is described before, and goes with that description.
-    spent = asked(s3, lambda: apply(s3, policies, survey))
-    assert spent["list"] == 3 and spent["get"] <= 6 and (spent["put"], spent["delete"]) == (1, 3), spent
-    assert files(s3) == ["c5", "c6"]
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.matrix)])
