@@ -366,8 +366,8 @@ def _is_needed(tier: MemoryTier) -> bool:
     return bool(queue.look(tier) or tier.unreadable() or only_here(tier.held(), there))
 
 
-#: The owner of a process, by its id: a forked child has its parent's memory, but is another process.
-_owners: dict[int, str] = {}
+#: The launch of this process; a forked child is of its parent's.
+_owner = ""
 
 
 def owner_of_process(clock: Clock) -> str:
@@ -375,9 +375,9 @@ def owner_of_process(clock: Clock) -> str:
 
     Raises ConfigError if that does not answer.
     """
-    pid = os.getpid()
-    _owners[pid] = current_run().first("owner", _owners.get(pid) or clock.token(8))
-    return _owners[pid]
+    global _owner
+    _owner = current_run().first("owner", _owner or clock.token(8))
+    return _owner
 
 
 def launch_rank() -> int:
