@@ -152,7 +152,7 @@ class Notes:
 
     def stepped(self, io: Any, step: int, **facts: Any) -> None:
         """The end of a step, and what it saved."""
-        save = io.checkpointer.session.progress().last_save
+        save = io.checkpointer.session.last_save
         if save is not None and save.step == step:
             self(save=save.step, stall=save.stall_s, size=save.size, tiers=sorted(save.tiers))
         self(at=step, **facts)

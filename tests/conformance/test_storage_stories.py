@@ -61,7 +61,7 @@ def test_a_durable_save_that_neither_memory_nor_a_spill_has_room_for_fails(tmp_p
             job.save(2, size=LARGE)
         (said,) = {text for text in job.messages.said if "saving step_2.ckpt failed" in text}
         assert re.search(r"the budget and the node's free memory allow [0-9]+ .*name a spill_dir", said)
-        assert job.engine.session.progress().counters["failed"] == 1
+        assert job.engine.session.counts["failed"] == 1
         assert job.load(LATEST) == 1
         job.save(3)
         job.close()

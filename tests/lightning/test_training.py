@@ -90,7 +90,7 @@ def test_a_background_failure_is_reported_during_training(on_save_error, runs):
             if trainer.global_step == 7:
                 # No step to save at, but one to look at.
                 for _ in range(200):
-                    time.sleep(0 if session.progress().drain.last_error else 0.05)
+                    time.sleep(0 if session.open().drain.progress().last_error else 0.05)
             if trainer.global_step == 9:
                 counted.append(session.counts["failed"])
 

@@ -146,7 +146,7 @@ def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save
     """The next may come an hour later, and the node may be gone by then."""
     engine = start(dirpath=str(tmp_path), drain="process", memory_keep_last=1).checkpointer
     engine.save(state(1), "a.ckpt")
-    pid = engine.session.progress().drain.pid
+    pid = engine.session.open().drain.progress().pid
     # It dies during the upload, as for want of memory.
     os.kill(pid, signal.SIGSTOP)
     engine.save(state(2), "b.ckpt", wait=False)
@@ -160,7 +160,7 @@ def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save
             engine.save(state(3), "c.ckpt", tiers=["memory"])
         time.sleep(0.05)
     assert torch.load(tmp_path / "b.ckpt")["global_step"] == 2
-    assert engine.session.progress().drain.pid != pid
+    assert engine.session.open().drain.progress().pid != pid
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_threads_may_save_at_once(io):
         thread.join(BOUND_S)
         assert not thread.is_alive()
     assert failed == []
-    assert io.checkpointer.session.progress().counters == {"saved": THREADS * SAVES}
+    assert io.checkpointer.session.counts == {"saved": THREADS * SAVES}
     for step in range(THREADS * SAVES):
         loaded = io.load_checkpoint(f"step={step}.ckpt")
         assert loaded["global_step"] == step

@@ -119,7 +119,7 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
     made = io.checkpointer
     session = made.session
     heard.add(
-        "objects", io, io.config, io.config.to_json(), made, made.restored, made.session.progress(), made.session.asked
+        "objects", io, io.config, io.config.to_json(), made, made.restored, made.session.counts, made.session.asked
     )
     heard.add(
         "objects", session, session.open(), session.durable(), session.last_save, made.session.poll(), vars(session)
@@ -143,7 +143,7 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
     failing = build(TieredCheckpointIO, **options, namespace="failing", on_save_error="raise")
     with heard.failing(TieredCheckpointError):
         failing.save_checkpoint(state(4), "4.ckpt")
-    heard.add("objects", failing.checkpointer.session.progress(), failing.checkpointer.session.poll())
+    heard.add("objects", failing.checkpointer.session.counts, failing.checkpointer.session.poll())
     heard.add("outcomes", *failing.checkpointer.session.open().drain.queue.outcomes())
     heard.folder(memory_dir)
     with heard.failing(TieredCheckpointError):

@@ -464,7 +464,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
         if not trainer.is_global_zero:
             return None
         report = session.last_save if session.last_save is not before else None
-        log_save(trainer, session.progress(), report)
+        log_save(trainer, session, report)
         return report
 
     def _save_passed_step(self, trainer: Trainer) -> None:

@@ -17,18 +17,28 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.engine.drain.operations import Outcome
-from tiered_checkpoint_io.engine.drain.status import Progress, SaveReport, drain_command, tier_label
+from tiered_checkpoint_io.engine.drain.status import SaveReport, drain_command, tier_label
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
-from tiered_checkpoint_io.logs import names_text
+from tiered_checkpoint_io.logs import GIB, names_text
 
 #: Loggers of which a failure was warned.
 _warned: WeakSet[Logger] = WeakSet()
 
 
-def log_save(trainer: Trainer, progress: Progress, report: SaveReport | None) -> None:
+def log_save(trainer: Trainer, session: Session, report: SaveReport | None) -> None:
     """Logs a save that has just returned; without a report, one that failed."""
-    log(trainer, progress.metrics(report))
+    metrics = {
+        "checkpoint/pending": float(session.pending()),
+        "checkpoint/saved_total": float(session.counts["saved"]),
+        "checkpoint/failed_total": float(session.counts["failed"]),
+    }
+    if report is not None:
+        metrics["checkpoint/stall_s"] = report.stall_s
+        metrics["checkpoint/capture_s"] = report.capture_s
+        metrics["checkpoint/size_GiB"] = report.size / GIB
+        metrics["checkpoint/staged_GiB_per_s"] = report.size / GIB / max(report.stall_s, 1e-9)
+    log(trainer, metrics)
     if report is not None and "durable" in report.tiers and not report.queued:
         log(trainer, {"checkpoint/durable_step": float(report.step)})
 

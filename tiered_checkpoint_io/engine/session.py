@@ -16,10 +16,8 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.log import note
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
-from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.drain.status import (
     Announcer,
-    Progress,
     Saved,
     SaveReport,
     Standing,
@@ -123,7 +121,8 @@ class Session:
     """Both tiers of one job, as one process uses them.
 
     Attributes:
-        counts: See :attr:`Progress.counters`.
+        counts: ``saved``, ``failed`` and ``skipped`` saves of this process; parts that are ``replicated``, and that are
+            ``unreplicated`` although they should be.
         last_save: The newest save of this process.
         followed: The id of the newest save that this process began for the durable tier; empty before the first.
         background: The end of a save that runs during training.
@@ -340,13 +339,10 @@ class Session:
         """Returns the outcome of a save on the durable tier; None if it is queued, or its outcome was forgotten."""
         return None if self._opened is None else self._opened.drain.queue.outcome(save_id)
 
-    def progress(self) -> Progress:
-        """Returns the progress of background work."""
-        pending, progress = 0, DrainProgress()
-        if self._opened is not None:
-            drain = self._opened.drain
-            pending, progress = looking(self.log, lambda: (len(drain.pending()), drain.progress()), (pending, progress))
-        return Progress(pending, progress, self.last_save, dict(self.counts))
+    def pending(self) -> int:
+        """Returns the number of operations that wait for the drain."""
+        opened = self._opened
+        return 0 if opened is None else looking(self.log, lambda: len(opened.drain.pending()), 0)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until all queued work is on the durable tier.

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY, NAMI
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
-from tiered_checkpoint_io.logs import GIB, CheckpointLogger, names_text, rate
+from tiered_checkpoint_io.logs import CheckpointLogger, names_text, rate
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -91,34 +91,6 @@ class SaveReport:
         if self.overlapped:
             text = f"{text} beside training, which waited {self.stall_s:.3f} s"
         return f"{text}; upload to {tier_label(dirpath)} queued" if self.queued else text
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A view of background work for metrics.
-
-    ``counters`` are ``saved``, ``failed`` and ``skipped`` saves of this process; parts that are ``replicated``, and
-    that are ``unreplicated`` although they should be.
-    """
-
-    pending: int
-    drain: DrainProgress
-    last_save: SaveReport | None
-    counters: dict[str, int] = field(default_factory=dict)
-
-    def metrics(self, report: SaveReport | None) -> dict[str, float]:
-        """Returns the metrics of a save that has returned; without a report, of one that failed."""
-        metrics = {
-            "checkpoint/pending": float(self.pending),
-            "checkpoint/saved_total": float(self.counters.get("saved", 0)),
-            "checkpoint/failed_total": float(self.counters.get("failed", 0)),
-        }
-        if report is not None:
-            metrics["checkpoint/stall_s"] = report.stall_s
-            metrics["checkpoint/capture_s"] = report.capture_s
-            metrics["checkpoint/size_GiB"] = report.size / GIB
-            metrics["checkpoint/staged_GiB_per_s"] = report.size / GIB / max(report.stall_s, 1e-9)
-        return metrics
 
 
 class Saved(NamedTuple):
