@@ -146,6 +146,31 @@ def _overlapped_call(script: str) -> Callable[[Mapping[str, Any]], Judged]:
     return judge
 
 
+def _replication(found: Mapping[str, Any]) -> tuple[float, float, str]:
+    """The rate of ours, in GiB/s, and as a share of the socket's."""
+    ways = found["replication"]["ways"]
+    ours, bare, both = (ways[name] for name in ("ours", "socket", "ours, both ways at once"))
+    used = f"CPU s/GiB {ours['cpu_s_per_GiB']:.2f}, of a socket {bare['cpu_s_per_GiB']:.2f}"
+    why = f"{used}; a socket has {bare['rate_GiB_s']:.2f} GiB/s; both ways at once {both['rate_GiB_s']:.2f} each"
+    return ours["rate_GiB_s"], ours["rate_GiB_s"] / bare["rate_GiB_s"], why
+
+
+def _replication_rate(found: Mapping[str, Any]) -> Judged:
+    rate, _, why = _replication(found)
+    return rate, why
+
+
+def _replication_share(found: Mapping[str, Any]) -> Judged:
+    _, share, why = _replication(found)
+    return share, why
+
+
+def _recovery(found: Mapping[str, Any]) -> Judged:
+    figures = found["recovery"]
+    why = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in figures["seconds"].items())
+    return figures["recovery_ratio_to_s3"], why
+
+
 #: Commands as in a job: no saves or uploads of other kinds come between.
 CALL, SHARDED_CALL = (f"{script} --modes overlapped --turns 80" for script in ("overlap", "overlap --sharded"))
 
@@ -183,6 +208,9 @@ GOALS = (
     Goal("store of the drain: rate / the best raw client", ">=", 0.95, "clients", _store_rate),
     Goal("the same: CPU s/GiB", "<=", 0.4, "clients", _store_cpu),
     Goal("a Python loop beside a drain loses / beside the best raw client", "<=", 1.1, "loop", _loop),
+    Goal("replication from one node to another, GiB/s", ">=", 1.5, "replication", _replication_rate),
+    Goal("the same / a bare socket", ">=", 0.75, "replication", _replication_share),
+    Goal("recovery of a lost node from a peer / from S3", "<=", 1.0, "recovery", _recovery),
 )
 
 

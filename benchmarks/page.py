@@ -281,7 +281,7 @@ SECTIONS = (
     Section(
         "Replication",
         "replication",
-        "Two processes, over the loopback interface, both ways at once. Only ours hashes and keeps the bytes.",
+        "Two processes, over the loopback interface, a part of 1 GiB. Only ours hashes and keeps the bytes.",
         ("way", "GiB/s each way", "CPU s/GiB, both ranks"),
         replication,
     ),

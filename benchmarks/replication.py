@@ -1,9 +1,10 @@
 """Speed of replicas between two processes: ours beside raw gloo and a raw socket, over the loopback interface.
 
-Two nodes (memory folders of their own) of one rank each. Each has a part of a sharded checkpoint of node memory alone,
-which goes to the other one, both at once: taken from the mapped file, sent, written into a slot, and its chunks hashed.
-By turns, as many bytes are sent both ways at once by gloo between warm tensors, and by a socket between warm buffers,
-which neither hash nor keep anything. The time of ours is from the return of the save, of the slower rank.
+Two nodes (memory folders of their own) of one rank each. One has a large part of a sharded checkpoint of node memory
+alone, which goes to the other one: sent from the mapped file, read into a slot, its chunks hashed. By turns, as many
+bytes are sent by gloo between warm tensors, and by a socket between warm buffers, which neither hash nor keep anything.
+Then the same with large parts on both, sent both ways at once. The time of ours is from the return of the save, of the
+slower rank.
 
 Prints, last, a line of JSON: for each way seconds, GiB/s each way, and processor seconds of both ranks a GiB sent.
 """
@@ -34,8 +35,6 @@ DEADLINE_S, PATIENCE_S = 200.0, 60.0
 def rank_main(folder: str, mebibytes: int, rounds: int) -> None:
     import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
 
     from tiered_checkpoint_io import dcp
     from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
@@ -53,11 +52,6 @@ def rank_main(folder: str, mebibytes: int, rounds: int) -> None:
         "replication_factor": 2,
         "memory_allocation_percentage": 100,
     }
-    mesh = init_device_mesh("cpu", (2,))
-    state = {
-        f"w{number}": DTensor.from_local(torch.randn(mebibytes << 16), mesh, [Shard(0)], run_check=False)
-        for number in range(4)
-    }
     session = shared_of(settings_of(None, config)).session
     mine, theirs = torch.ones(mebibytes * MIB, dtype=torch.uint8), torch.zeros(mebibytes * MIB, dtype=torch.uint8)
     line = connected(dist, rank)
@@ -68,36 +62,40 @@ def rank_main(folder: str, mebibytes: int, rounds: int) -> None:
             time.sleep(0.005)
 
     def by_gloo() -> None:
-        requests = [dist.isend(mine, other), dist.irecv(theirs, other)]
+        requests = [dist.isend(mine, other)] if rank in senders else []
+        requests += [dist.irecv(theirs, other)] if other in senders else []
         for request in requests:
             request.wait()
 
     def by_socket() -> None:
-        sender = threading.Thread(target=line.sendall, args=(mine.numpy().data,))
+        sender = threading.Thread(target=line.sendall, args=(mine.numpy().data if rank in senders else b"",))
         sender.start()
-        view, at = theirs.numpy().data, 0
+        view, at = theirs.numpy().data if other in senders else memoryview(b""), 0
         while at < len(view):
             at += line.recv_into(view[at:])
         sender.join()
 
     ways: dict[str, Callable[[], None]] = dict(zip(NAMES, (by_ours, by_gloo, by_socket), strict=True))
-    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu_s": []} for name in NAMES}
-    for number in range(1, rounds + WARM_ROUNDS + 1):
-        for name, way in ways.items():
-            dist.barrier()
-            used = time.process_time()
-            if name == "ours":
-                dcp.save(state, checkpoint_id=f"step_{number}", save_to_s3=False, **config)
+    found: dict[str, dict[str, list[float]]] = {}
+    number = 0
+    for senders, suffix in (((0,), ""), ((0, 1), ", both ways at once")):
+        state = {f"w-{rank}-{part}": torch.randn(mebibytes << 16 if rank in senders else 1) for part in range(4)}
+        for turn in range(rounds + WARM_ROUNDS):
+            number += 1
+            for name, way in ways.items():
+                dist.barrier()
+                if name == "ours":
+                    dcp.save(state, checkpoint_id=f"step_{number}", save_to_s3=False, **config)
                 # The save itself is not looked at; what is sent meanwhile counts.
-                used = time.process_time()
-            began = time.perf_counter()
-            way()
-            figures = torch.tensor([time.perf_counter() - began, time.process_time() - used], dtype=torch.float64)
-            dist.all_reduce(figures[:1], dist.ReduceOp.MAX)
-            dist.all_reduce(figures[1:])
-            if number > WARM_ROUNDS:
-                for values, value in zip(found[name].values(), figures.tolist(), strict=True):
-                    values.append(value)
+                used, began = time.process_time(), time.perf_counter()
+                way()
+                figures = torch.tensor([time.perf_counter() - began, time.process_time() - used], dtype=torch.float64)
+                dist.all_reduce(figures[:1], dist.ReduceOp.MAX)
+                dist.all_reduce(figures[1:])
+                row = found.setdefault(name + suffix, {"seconds": [], "cpu_s": [], "sent": []})
+                if turn >= WARM_ROUNDS:
+                    for key, value in zip(row, (*figures.tolist(), len(senders)), strict=True):
+                        row[key].append(value)
     replicated = session.counts["replicated"]
     assert replicated >= rounds, f"{replicated} parts were replicated"
     if rank == 0:
@@ -138,12 +136,12 @@ def main() -> None:
         name: {
             "seconds": statistics.median(row["seconds"]),
             "rate_GiB_s": share / statistics.median(row["seconds"]),
-            "cpu_s_per_GiB": statistics.median(row["cpu_s"]) / (2 * share),
+            "cpu_s_per_GiB": statistics.median(row["cpu_s"]) / (row["sent"][0] * share),
         }
         for name, row in found.items()
     }
     for name, row in ways.items():
-        print(f"{name:8}" + "  ".join(f"{key}={value:.2f}" for key, value in row.items()))
+        print(f"{name:28}" + "  ".join(f"{key}={value:.2f}" for key, value in row.items()))
     print(json.dumps({"ways": ways}))
 
 
