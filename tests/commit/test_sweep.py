@@ -7,7 +7,7 @@ from support.committing import RUN, delete, part_only, save, swept
 from support.faulty import FaultyStore
 from support.sharded import make_part, objects, readable, views_of
 
-from tiered_checkpoint_io.engine.drain.client import DrainRunner
+from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.files import Arrivals
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
@@ -79,7 +79,7 @@ def test_a_drain_that_comes_back_can_not_commit_what_is_swept_at_that_moment(sto
 
 def test_what_others_read_has_its_own_name_where_no_other_save_can_have_it(memory_dir, tmp_path, monkeypatch):
     # Its drain never works.
-    monkeypatch.setattr(DrainRunner, "ensure", lambda _: None)
+    monkeypatch.setattr(DrainHandle, "ensure", lambda _: None)
     session = Session(TieredCheckpointConfig.from_any(dirpath=str(tmp_path / "durable"), memory_dir=memory_dir))
     saver = CoordinatedSaver(session)
 

@@ -18,7 +18,7 @@ from support.supporting import build
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.drain.client import DrainRunner
+from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.errors import ConfigError, SaveError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.memory.parts import reading
@@ -30,7 +30,7 @@ MIB = 1 << 20
 @pytest.fixture
 def opened(memory_dir, tmp_path, monkeypatch):
     """Opens memory with a budget, for a job whose drain never gets to work."""
-    monkeypatch.setattr(DrainRunner, "ensure", lambda _: None)
+    monkeypatch.setattr(DrainHandle, "ensure", lambda _: None)
     made = []
 
     def open_memory(budget_bytes=None, keep_last=2):

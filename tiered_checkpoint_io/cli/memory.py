@@ -257,7 +257,7 @@ def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float) ->
         handle.close(timeout_s=0)
         # The drain writes an outcome before it moves what is damaged, and holds its lock until it leaves.
         deadline, job = SYSTEM.monotonic() + SYSTEM.timing.namespace_wait_s, tier.root / JOB_FILE
-        while handle.runner.is_running and SYSTEM.monotonic() < deadline and not (job.exists() and is_locked(job)):
+        while handle.is_running and SYSTEM.monotonic() < deadline and not (job.exists() and is_locked(job)):
             SYSTEM.sleep(SYSTEM.timing.namespace_poll_s)
     return None
 

@@ -79,7 +79,6 @@ class LeaseKeeper:
         self._looked, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._refusal: ConfigError | None = None
-        self._was_shown = False
         #: Reason why the last look failed; None if the store has answered.
         self.failure: Exception | None = None
 
@@ -97,13 +96,7 @@ class LeaseKeeper:
         """Waits for the first look, at most ``wait_s`` seconds; ConfigError if another live run writes there."""
         self._clock.wait(self._looked, wait_s)
         if self._refusal is not None:
-            self._was_shown = True
             raise self._refusal
-
-    def show(self) -> None:
-        """Raises the error of :meth:`check`, if it was not raised yet."""
-        if not self._was_shown:
-            self.check()
 
     def close(self, timeout_s: float) -> None:
         """Leaves the lease free, if the store answers, and within ``timeout_s`` seconds."""
@@ -489,11 +482,6 @@ class Claims:
         met = 0 if self._lease is None else 1 + self._lease.met
         is_new, self._met = met != self._met, met
         return is_new
-
-    def show(self) -> None:
-        """Raises the error of :meth:`check`, if the lease has not raised it yet."""
-        if self._lease is not None:
-            self._lease.show()
 
     def release_lease(self) -> None:
         """Gives the lease back, within ``lease_close_s`` seconds."""

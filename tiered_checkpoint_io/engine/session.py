@@ -79,7 +79,7 @@ class DurableNameCache:
         if name in self._saved:
             return True
         if self._listed is None:
-            return self._session.open().drain.runner.has_worked
+            return self._session.open().drain.has_worked
         return name in self._listed
 
     def all(self, patience_s: float = math.inf) -> frozenset[str]:
@@ -221,7 +221,6 @@ class Session:
         try:
             if self._opened is not None:
                 self._close_tiers(self._opened)
-            self.claims.show()
         finally:
             # Other processes may save here before this session is opened again; its later saves are newer.
             self.save_ids.restart()

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.log import LOG_SIZE
@@ -57,25 +56,60 @@ _MOVING = ("answers", "bytes.sent", "committed", "uploaded", "failed", "skipped"
 _ORPHANED = "an earlier start left it, and parts of other nodes do not come: they may be lost"
 
 
-class DrainRunner:
-    """The drain of a node, as one trainer starts and leaves it."""
+class DrainHandle:
+    """One process' connection to the drain of its node."""
 
-    def __init__(self, root: Path, queue: Queue, config: TieredCheckpointConfig, logger: Logger, clock: Clock) -> None:
-        self._root, self._queue = root, queue
+    def __init__(
+        self, tier: MemoryTier, config: TieredCheckpointConfig, logger: Logger, *, clock: Clock = SYSTEM
+    ) -> None:
+        self._tier = tier
         self._config = config
         self._log = logger
         self._clock = clock
-        self._pid = os.getpid()
+        self.queue = Queue(tier.root, clock=clock)
+        #: The drain's last report about itself.
+        self.progress = self.queue.progress
+        #: The drain's figures at the last look; and those at which a wait ended because they stood still.
+        self._figures: tuple[int, ...] = ()
+        self._stood_still: tuple[int, ...] | None = None
+        self._root, self._pid = tier.root, os.getpid()
         self._trainer_lock: int | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._drain: Drain | None = None
         self._stop = threading.Event()
         self._spawned_at, self._respawn_wait = 0.0, clock.timing.respawn_s
+        #: A thread that replicates asks for it too.
+        self._serving = threading.Lock()
+        #: The save that the last :meth:`has_room` gave up.
+        self.given_up = ""
+        #: Operations that were queued before this process began.
+        self._inherited = frozenset(self.pending())
+        #: Time since which only saves that wait for other nodes' parts are left.
+        self._stuck_since = math.inf
+        #: The end of all waits, by the monotonic clock: the process has to end then.
+        self.leave_by: float | None = None
+        #: Outcomes that are not new: those before the start, and those that were taken or waited for.
+        self._seen = set(map(_key, self.queue.outcomes()))
+        self._seen_at, self._trouble = b"", ""
+        #: Times of failures before this process began: these operations are tried again, perhaps with success.
+        self._earlier = {each.op_id: each.finished for each in self.queue.outcomes() if each.state == "failed"}
+        tier.bell = self.queue.ring
 
     # ----------------------------------------------------------------------------------- life
     def start(self) -> None:
-        """Announces this trainer, and makes sure that a drain runs; raises MemoryFullError if there is no space."""
+        """Announces this trainer, and makes sure that a drain runs; ended namespaces give room for the operation log.
+
+        Raises MemoryFullError if there is no space.
+        """
+        try:
+            self._start()
+        except MemoryFullError as full:
+            if advice := self._tier.find_room(LOG_SIZE):
+                raise full.reworded(full.message, hint=f"{full.hint}; {advice}") from full
+            self._start()
+
+    def _start(self) -> None:
         if self.is_foreign:
             return
         reap()
@@ -84,7 +118,7 @@ class DrainRunner:
             release(self._trainer_lock)
             self._trainer_lock = None
         if self._trainer_lock is None:
-            self._queue.open()
+            self.queue.open()
             self._write_config()
             is_first = self._join()
             if is_first:
@@ -92,7 +126,7 @@ class DrainRunner:
                 ask_to_serve(self._root, "")
                 leave_groups(self._root)
             if is_first and self._config.support.drain == "process":
-                self._follow(self._queue.announced())
+                self._follow(self.queue.announced())
         self.ensure()
 
     def _join(self) -> bool:
@@ -116,7 +150,7 @@ class DrainRunner:
         if token:
             # If there is no space to ask, that drain continues.
             with contextlib.suppress(MemoryFullError):
-                self._queue.ask_to_leave(token)
+                self.queue.ask_to_leave(token)
             self._spawn()
 
     def _write_config(self) -> None:
@@ -168,8 +202,7 @@ class DrainRunner:
             # The next call that needs it starts it again.
             self._log.error("the drain has ended: %s", error)
 
-    def leave(self, timeout_s: float) -> None:
-        """Leaves the drain to itself; a thread is stopped within ``timeout_s``."""
+    def _leave(self, timeout_s: float) -> None:
         if self._thread is not None:
             self._stop.set()
             self._clock.join(self._thread, timeout_s)
@@ -177,31 +210,47 @@ class DrainRunner:
         if self._trainer_lock is not None:
             release(self._trainer_lock)
             self._trainer_lock = None
-            self._queue.ring()
+            self.queue.ring()
         # The next start reaps the process, or init, which adopts it when this process ends.
         self._child = None
         self._spawned_at = 0.0
+
+    def serve(self, address: str) -> Endpoint:
+        """Lets the drain serve this node's memory; returns the endpoint, or raises DrainError if that is late."""
+        root, clock, timing = self._tier.root, self._clock, self._clock.timing
+        deadline = clock.monotonic() + timing.serve_s
+        with self._serving:
+            while clock.monotonic() < deadline and not self.cannot_import:
+                found = served_at(root, address, clock) if self._trainer_lock is not None else None
+                if found is not None:
+                    return found
+                self.start()
+                ask_to_serve(root, address)
+                self.queue.ring()
+                clock.sleep(timing.wait_poll_s)
+        self._check_drain()
+        raise self._error(f"the drain does not serve at {address}", str(root), "see its log", tier="memory")
+
+    def close(self, *, timeout_s: float) -> None:
+        """Leaves the drain to itself. A thread ends once it has uploaded and replicated, or at the timeout."""
+        if self.is_foreign:
+            return
+        if self._thread is not None:
+            with contextlib.suppress(DrainError):
+                self.flush(timeout_s)
+            if self.leave_by is not None:
+                timeout_s = min(timeout_s, max(0.0, self.leave_by - self._clock.monotonic()))
+            deadline = self._clock.monotonic() + timeout_s
+            while self._drain is not None and self._drain.is_replicating and self._clock.monotonic() < deadline:
+                self._clock.sleep(self._clock.timing.wait_poll_s)
+        self._leave(timeout_s)
+        self.queue.close()
 
     # ----------------------------------------------------------------------------------- state
     @property
     def is_foreign(self) -> bool:
         """True in a forked child (a DataLoader's worker): it has our memory, but not our role."""
         return os.getpid() != self._pid
-
-    @property
-    def is_announced(self) -> bool:
-        """True if the drain knows of this trainer."""
-        return self._trainer_lock is not None
-
-    @property
-    def is_thread(self) -> bool:
-        """True if the drain is, or was, a thread of this process."""
-        return self._thread is not None
-
-    @property
-    def is_replicating(self) -> bool:
-        """True if the drain is a thread that other nodes still need."""
-        return self._drain is not None and self._drain.is_replicating
 
     @property
     def is_running(self) -> bool:
@@ -220,7 +269,7 @@ class DrainRunner:
     @property
     def trouble(self) -> str:
         """See :attr:`DrainProgress.trouble`."""
-        return self._drain.trouble if self._drain is not None else self._queue.progress().trouble
+        return self._drain.trouble if self._drain is not None else self.queue.progress().trouble
 
     @property
     def cannot_import(self) -> bool:
@@ -234,86 +283,10 @@ class DrainRunner:
             last = path.read_text(errors="replace").strip().rpartition("\n")[2]
         return f"{path} ends with: {last}" if last else f"see {path}"
 
-
-class DrainHandle:
-    """One process' connection to the drain of its node."""
-
-    def __init__(
-        self, tier: MemoryTier, config: TieredCheckpointConfig, logger: Logger, *, clock: Clock = SYSTEM
-    ) -> None:
-        self._tier = tier
-        self._config = config
-        self._log = logger
-        self._clock = clock
-        self.queue = Queue(tier.root, clock=clock)
-        #: The drain's last report about itself.
-        self.progress = self.queue.progress
-        #: The drain's figures at the last look; and those at which a wait ended because they stood still.
-        self._figures: tuple[int, ...] = ()
-        self._stood_still: tuple[int, ...] | None = None
-        self.runner = DrainRunner(tier.root, self.queue, config, logger, clock)
-        #: A thread that replicates asks for it too.
-        self._serving = threading.Lock()
-        #: The save that the last :meth:`has_room` gave up.
-        self.given_up = ""
-        #: Operations that were queued before this process began.
-        self._inherited = frozenset(self.pending())
-        #: Time since which only saves that wait for other nodes' parts are left.
-        self._stuck_since = math.inf
-        #: The end of all waits, by the monotonic clock: the process has to end then.
-        self.leave_by: float | None = None
-        #: Outcomes that are not new: those before the start, and those that were taken or waited for.
-        self._seen = set(map(_key, self.queue.outcomes()))
-        self._seen_at, self._trouble = b"", ""
-        #: Times of failures before this process began: these operations are tried again, perhaps with success.
-        self._earlier = {each.op_id: each.finished for each in self.queue.outcomes() if each.state == "failed"}
-        tier.bell = self.queue.ring
-
-    # ----------------------------------------------------------------------------------- life
-    def start(self) -> None:
-        """See :meth:`DrainRunner.start`; ended namespaces give their room for the operation log."""
-        try:
-            self.runner.start()
-        except MemoryFullError as full:
-            if advice := self._tier.find_room(LOG_SIZE):
-                raise full.reworded(full.message, hint=f"{full.hint}; {advice}") from full
-            self.runner.start()
-
-    def serve(self, address: str) -> Endpoint:
-        """Lets the drain serve this node's memory; returns the endpoint, or raises DrainError if that is late."""
-        root, clock, timing = self._tier.root, self._clock, self._clock.timing
-        deadline = clock.monotonic() + timing.serve_s
-        with self._serving:
-            while clock.monotonic() < deadline and not self.runner.cannot_import:
-                found = served_at(root, address, clock) if self.runner.is_announced else None
-                if found is not None:
-                    return found
-                self.start()
-                ask_to_serve(root, address)
-                self.queue.ring()
-                clock.sleep(timing.wait_poll_s)
-        self._check_drain()
-        raise self._error(f"the drain does not serve at {address}", str(root), "see its log", tier="memory")
-
-    def close(self, *, timeout_s: float) -> None:
-        """Leaves the drain to itself. A thread ends once it has uploaded and replicated, or at the timeout."""
-        if self.runner.is_foreign:
-            return
-        if self.runner.is_thread:
-            with contextlib.suppress(DrainError):
-                self.flush(timeout_s)
-            if self.leave_by is not None:
-                timeout_s = min(timeout_s, max(0.0, self.leave_by - self._clock.monotonic()))
-            deadline = self._clock.monotonic() + timeout_s
-            while self.runner.is_replicating and self._clock.monotonic() < deadline:
-                self._clock.sleep(self._clock.timing.wait_poll_s)
-        self.runner.leave(timeout_s)
-        self.queue.close()
-
     # ----------------------------------------------------------------------------------- work
     def submit(self, request: Request) -> None:
         """Queues an alias, delete or cancel."""
-        if not self.runner.is_foreign:
+        if not self.is_foreign:
             self.queue.submit(request)
             self.start()
 
@@ -472,11 +445,10 @@ class DrainHandle:
 
         With ``keeps_up``, it starts again a drain that has died with work left, if this process had one run.
         """
-        runner = self.runner
-        if keeps_up and runner.is_announced and self.leave_by is None and not runner.is_foreign:
+        if keeps_up and self._trainer_lock is not None and self.leave_by is None and not self.is_foreign:
             try:
-                if not runner.is_running and self.pending():
-                    runner.ensure()
+                if not self.is_running and self.pending():
+                    self.ensure()
             except OSError as error:
                 # Out of descriptors or processes, for one: the next look tries again.
                 self._log.error("the drain has died, and could not be started again: %s", error)
@@ -507,7 +479,7 @@ class DrainHandle:
             self._figures = self._moving()
             moved = moved if self._figures == before else looked_at
             yield sys.float_info.max if self._figures == self._stood_still else looked_at - moved
-            self.runner.ensure()
+            self.ensure()
             while version == self.queue.version() and clock.monotonic() - looked_at < timing.full_look_s:
                 is_late = clock.monotonic() > (deadline if self.leave_by is None else min(deadline, self.leave_by))
                 if is_late:
@@ -527,11 +499,11 @@ class DrainHandle:
         say("waiting for %s: %.0f s so far, %.0f s more at most; %s", what, waited_s, left_s, detail)
 
     def _check_drain(self) -> None:
-        if self.runner.cannot_import:
+        if self.cannot_import:
             text = "the drain's process can't import what it needs, so nothing is uploaded"
-            hint = f"checkpoints stay in node memory, queued; mend the installation: {self.runner.last_words()}"
+            hint = f"checkpoints stay in node memory, queued; mend the installation: {self.last_words()}"
             raise self._error(text, str(self._tier.root), hint, tier="memory")
-        trouble = self.runner.trouble
+        trouble = self.trouble
         if trouble:
             hint = "it goes on by itself as soon as it can; see `ulimit -n`"
             raise self._error(f"the drain can't get at its queue: {trouble}", str(self._tier.root), hint, tier="memory")
@@ -557,7 +529,7 @@ class DrainHandle:
 
     def _too_slow(self, what: str, timeout_s: float) -> DrainError:
         progress = self.progress()
-        hint = f"last error: {progress.last_error or 'none'}; {self.runner.last_words()}"
+        hint = f"last error: {progress.last_error or 'none'}; {self.last_words()}"
         is_leaving = self.leave_by is not None and self._clock.monotonic() > self.leave_by
         when = "when this process has to end" if is_leaving else f"after {timeout_s:.0f} s"
         return self._error(f"{what} not durable {when} ({progress.upload()})", self._config.dirpath, hint)
