@@ -323,8 +323,7 @@ def left_by(root: Path) -> str:
 def make_room(tier: MemoryTier, missing: int, log: Logger, clock: Clock) -> str:
     """Deletes ended namespaces of this user whose checkpoints are durable, the oldest first, until there is room.
 
-    Returns:
-        Advice that names the namespaces which take memory too; empty if there is room, or if they do not matter.
+    Returns advice that names the namespaces which take memory too; empty if there is room, or if they do not matter.
     """
     if tier.budget is not None and tier.budget - tier.usage() < missing:
         return ""

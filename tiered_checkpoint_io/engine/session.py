@@ -182,9 +182,8 @@ class Session:
     def open(self) -> Opened:
         """Returns the memory tier, the capturer and the drain's handle, once the background task has ended.
 
-        Raises:
-            DrainError: The task has not ended within ``wait_timeout_s``.
-            MemoryTierError: The memory tier's folder is not safe to use. memory_dir is missing or can't be written.
+        Raises DrainError if that takes longer than ``wait_timeout_s``, and MemoryTierError if memory_dir is missing,
+        not safe to use, or can't be written.
         """
         self.background.wait()
         if self._opened is None:
@@ -346,8 +345,7 @@ class Session:
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until all queued work is on the durable tier.
 
-        Raises:
-            DrainError: The bound ``timeout_s`` (by default ``wait_timeout_s``) is over, or the queue is unreadable.
+        Raises DrainError if it is not after ``timeout_s`` (by default ``wait_timeout_s``), or the queue is unreadable.
         """
         if self._opened is None:
             return

@@ -42,9 +42,8 @@ class Turn:
     def taken(self, name: str) -> Iterator[None]:
         """Runs the block while no other thread has a turn; ``name`` is the checkpoint's, for errors.
 
-        Raises:
-            ConfigError: This thread has a turn: a signal handler saves while it interrupts a save.
-            SaveError: Another thread's turn has not ended within the bound.
+        Raises ConfigError if this thread has a turn (a signal handler saves while it interrupts a save), and SaveError
+        if another thread's turn has not ended within the bound.
         """
         if self._thread == threading.get_ident():
             raise ConfigError(

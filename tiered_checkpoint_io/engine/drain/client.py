@@ -411,10 +411,8 @@ class DrainHandle:
     def flush(self, timeout_s: float, *, only: Collection[str] | None = None) -> None:
         """Waits until no queued operation can be done now; with ``only``, none of these operations.
 
-        Logs the wait every ``say_wait_s``.
-
-        Raises:
-            DrainError: Something is queued after ``timeout_s`` seconds, or fails.
+        Logs the wait every ``say_wait_s``. Raises DrainError if something is queued after ``timeout_s`` seconds, or
+        fails.
         """
         left: list[Request] = []
         began = said = self._clock.monotonic()

@@ -117,11 +117,8 @@ class OperationLog:
     def write(self, changes: Mapping[str, Any], *, leaves_room: bool = False) -> None:
         """Sets keys to JSON values, or removes those whose value is None: all of them, or none.
 
-        With ``leaves_room``, the share :data:`_SPARE` of the space is left to other writers.
-
-        Raises:
-            MemoryFullError: Memory has no space for the file, or the file is full.
-            MemoryTierError: Another process has held its lock for too long.
+        With ``leaves_room``, the share :data:`_SPARE` of the space is left to other writers. Raises MemoryFullError if
+        memory has no space for the file, or the file is full.
         """
         with self._guard, self._locked() as file:
             state = {key: value for key, value in {**self._state, **changes}.items() if value is not None}

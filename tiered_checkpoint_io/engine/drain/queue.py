@@ -144,8 +144,7 @@ class Queue:
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:
         """Notes an outcome; with a final one, the request and the note of its work go, in the same write.
 
-        Raises:
-            MemoryFullError: The log has no room; the request and the note are gone all the same, if there is a log.
+        If the log has no room, this raises MemoryFullError; the request and the note are gone all the same.
         """
         done: dict[str, Any] = {}
         if final:

@@ -120,18 +120,12 @@ def put_part(
     progress: _Progress = None,
     clock: Clock = SYSTEM,
 ) -> Fate:
-    """Uploads one of several parts: its files except the switch, then its description.
+    """Uploads one of several parts: its files except the switch, then its description. Repeatable after a StoreError.
 
     The journal remembers the arrived files, between a crash and the next call, and :func:`commit` continues with it.
-
-    Returns:
-        ``sent``; with any other result, nothing was written.
-
-    Raises:
-        CorruptCheckpointError: A file differs from its hashes. The part names files outside of its checkpoint. This
-            name has another format version. Nothing was written.
-        ConfigError: The part would overwrite files of the checkpoint that it replaces. Nothing was written.
-        StoreError: Repeat the call to finish.
+    Returns ``sent``; with any other result, nothing was written. Nor is with these errors: CorruptCheckpointError (a
+    file differs from its hashes, the part names files outside of its checkpoint, or this name has another format
+    version) and ConfigError (the part would overwrite files of the checkpoint that it replaces).
     """
     old = current(store, part.name)
     if _is_there(store, old, part):

@@ -34,20 +34,14 @@ def put_copy(
     progress: Callable[[int], None] | None = None,
     clock: Clock = SYSTEM,
 ) -> CopyRefusedError | None:
-    """Makes ``name`` a copy of ``target``, which the store makes by itself.
+    """Makes ``name`` a copy of ``target``, which the store makes by itself; repeat the call after a StoreError.
 
     A target of several files, which no store copies at once, gets an alias; and so does one that is being overwritten
-    now, or that the store can't copy.
-
-    A checkpoint saved under ``name`` after the request for the copy, whose id is ``save_id``, stays.
+    now, or that the store can't copy. A checkpoint saved under ``name`` after the request for the copy, whose id is
+    ``save_id``, stays. If ``target`` does not exist, this raises CheckpointNotFoundError, and ``name`` is as it was.
 
     Returns:
         The reason why the store did not copy; None if it did, or if it was not asked to.
-
-    Raises:
-        CheckpointNotFoundError: ``target`` does not exist. ``name`` is as it was.
-        CorruptCheckpointError: One of the names has another format version.
-        StoreError: Repeat the call to finish.
     """
     manifest, old = target_of(Manifests(store, save_id), target, name), current(store, name)
     part = _part_of(store, manifest, name, save_id, dirpath)
@@ -99,11 +93,8 @@ def put_alias(store: Store, alias: str, target: str, *, before: str | None = Non
     """Makes ``alias`` point to ``target``; uploads nothing. Aliases that pointed to ``alias`` go.
 
     A checkpoint saved as ``alias`` after the request, whose id is ``before``, stays, and so does an alias of one: the
-    request was left over in the memory of another node.
-
-    Raises:
-        CheckpointNotFoundError: ``target`` does not exist. The old alias is as it was.
-        CorruptCheckpointError: One of the names has another format version.
+    request was left over in the memory of another node. If ``target`` does not exist, this raises
+    CheckpointNotFoundError, and the old alias is as it was.
     """
     manifests = Manifests(store, before or alias)
     known = target_of(manifests, target, alias)

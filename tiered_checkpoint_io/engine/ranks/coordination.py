@@ -65,9 +65,7 @@ class Group:
     def all_gather(self, work: Callable[[], _T]) -> list[_T]:
         """Returns each rank's result of ``work``, by rank; it has to be small, see above.
 
-        Raises:
-            RestoreError: The ranks lost each other.
-            TieredCheckpointError: Error of the lowest rank whose work has failed.
+        Raises RestoreError if the ranks lost each other, or else the error of the lowest rank whose work has failed.
         """
         mine, error = self._tried(work)
         return _checked(self._all_gather(mine), error)
@@ -110,10 +108,8 @@ class RankGroup(Group):
     def arrive(self, node: str = "", what: str = "load_checkpoint") -> None:
         """Waits until all ranks have come here, without an exchange: they count themselves in the group's store.
 
-        Processes that share a memory tier are one ``node``; ``what`` is the ranks' common work, for errors.
-
-        Raises:
-            ConfigError: Some rank did not come in time.
+        Processes that share a memory tier are one ``node``; ``what`` is the ranks' common work, for errors. If some
+        rank does not come in time, this raises ConfigError.
         """
         from torch.distributed.distributed_c10d import _get_process_group_store
 

@@ -36,10 +36,9 @@ class CoordinatedSaver(Saver):
     """Saves one process' parts of checkpoints that several ranks save together."""
 
     def __init__(self, session: Session, *, one_series: bool = False) -> None:
-        """Takes the tiers.
+        """Takes the tiers; with ``one_series``, all names are one job's.
 
-        With ``one_series``, all names are one job's. By default, process groups that save side by side keep their own,
-        by the form of their names.
+        By default, process groups that save side by side keep their own, by the form of their names.
         """
         super().__init__(session, OF_PARTS)
         self._one_series = one_series
