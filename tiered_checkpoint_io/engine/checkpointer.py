@@ -42,14 +42,9 @@ def tiers_for_step(
 ) -> frozenset[str]:
     """Returns the tiers that a training step is saved to: a function of only steps, so that all ranks agree.
 
-    ``{"memory", "durable"}`` on multiples of ``s3_every_n_train_steps``, else ``{"memory"}`` on
-    multiples of ``memory_every_n_train_steps``, else none.
-
-    Args:
-        global_step: The optimizer step; 0 is never saved.
-        memory_every_n_train_steps: Steps between memory checkpoints; None for none.
-        s3_every_n_train_steps: Steps between durable checkpoints; None for none.
-        since: The step after the previous batch, if not ``global_step - 1``: multiples in between count.
+    ``{"memory", "durable"}`` on multiples of ``s3_every_n_train_steps``, else ``{"memory"}`` on multiples of
+    ``memory_every_n_train_steps``, else none. Multiples count that come after ``since``, the step after the previous
+    batch, which is by default ``global_step - 1``. Step 0 is never saved.
     """
     before = global_step - 1 if since is None else since
     if passes(s3_every_n_train_steps, before, global_step):
@@ -271,10 +266,8 @@ class Checkpointer:
     ) -> Any:
         """Restores as :meth:`load` does, for callers that read the file themselves.
 
-        Args:
-            path: As :meth:`load` takes it.
-            read: Called on every rank with the restored checkpoint, whose file is intact; its answer is returned.
-            rejected: Ids of saves that are not to be taken, and the reasons.
+        ``read`` is called on every rank with the restored checkpoint, whose file is intact; its answer is returned.
+        ``rejected`` has ids of saves that are not to be taken, and the reasons.
         """
         dirpath, selector, began = self.dirpath, Selector("latest"), self.session.clock.monotonic()
 

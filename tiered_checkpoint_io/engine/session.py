@@ -22,7 +22,6 @@ from tiered_checkpoint_io.engine.drain.status import (
     SaveReport,
     Standing,
     looking,
-    not_done,
     not_uploaded,
     standing_of,
 )
@@ -393,7 +392,11 @@ class Session:
 
     def not_done(self, action: str, name: str, reason: OSError | DrainError) -> None:
         """Does :meth:`failed` for an operation on a name that was refused in node memory."""
-        self.failed(name, -1, not_done(action, name, self.dirpath, reason), action)
+        hint = "; ".join(filter(None, ["it is not done", getattr(reason, "hint", None)]))
+        text, key = f"{action} of {name} failed: {getattr(reason, 'message', reason)}", ids.join_url(self.dirpath, name)
+        error = SaveError(text, operation=action, tier="memory", key=key, hint=hint)
+        error.__cause__ = reason
+        self.failed(name, -1, error, action)
 
     def take_up(self, *, saves: bool = False) -> None:
         """Starts the drain for parts that an earlier process left, or that this one saves; on one rank of a node."""

@@ -112,8 +112,7 @@ def dump(body: dict[str, Any], *, compact: bool = False) -> bytes:
 def load(data: bytes, where: str) -> Mapping[str, Any]:
     """Returns the fields of a stored document; ``where`` is its key or path, for errors.
 
-    Raises:
-        CorruptCheckpointError: The data is no document, differs from its digest, or is of an unknown version.
+    Raises CorruptCheckpointError if the data is no document, differs from its digest, or is of an unknown version.
     """
     try:
         raw = json.loads(data)

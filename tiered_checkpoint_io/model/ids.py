@@ -144,23 +144,16 @@ def text_of(path: StrPath) -> str:
 
 
 def is_s3_url(path: StrPath) -> bool:
-    """Returns True if a path is an ``s3://`` URL.
-
-    Args:
-        path: Text, or a ``Path``, whose lost slash is forgiven.
-    """
+    """Returns True if a path is an ``s3://`` URL; a ``Path``'s lost slash is forgiven."""
     return text_of(path).startswith("s3://")
 
 
 def build_s3_url(bucket: str, key: str = "") -> str:
-    """Returns ``"s3://b/x/y"`` for ``("b", "x/y")``; without a key, ``"s3://b"``.
+    """Returns ``"s3://b/x/y"`` for ``("b", "x/y")``; without a key, ``"s3://b"``. Slashes at the key's start are
+    dropped.
 
-    Args:
-        bucket: Its name, or the ARN of an access point, ``arn:aws:s3:eu-west-1:123456789012:accesspoint/name``.
-        key: Below it; slashes at its beginning are dropped.
-
-    Raises:
-        ConfigError: The bucket's name is empty or not one that S3 allows.
+    The bucket may be the ARN of an access point, ``arn:aws:s3:eu-west-1:123456789012:accesspoint/name``. Raises
+    ConfigError for a name that S3 does not allow.
     """
     if not _BUCKET.match(bucket):
         raise ConfigError(
@@ -173,14 +166,7 @@ def build_s3_url(bucket: str, key: str = "") -> str:
 
 
 def parse_s3_url(url: StrPath) -> tuple[str, str]:
-    """Returns ``("b", "x/y")`` for ``"s3://b/x/y"``; without a key, ``("b", "")``.
-
-    Args:
-        url: Text, or a ``Path``, whose lost slash is forgiven.
-
-    Raises:
-        ConfigError: Not an S3 URL, or one without a bucket.
-    """
+    """Returns ``("b", "x/y")`` for ``"s3://b/x/y"``; without a key, ``("b", "")``; ConfigError for any other text."""
     text = text_of(url)
     if not text.startswith("s3://"):
         raise ConfigError(f"not an S3 URL: {text!r}", hint="it must look like s3://bucket/prefix")

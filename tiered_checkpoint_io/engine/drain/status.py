@@ -19,7 +19,7 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY, NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
 from tiered_checkpoint_io.engine.drain.stores import Stores
-from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
+from tiered_checkpoint_io.errors import DrainError, SaveError
 from tiered_checkpoint_io.logs import CheckpointLogger, names_text, rate
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
@@ -206,16 +206,6 @@ def failure_of(outcome: Outcome, config: TieredCheckpointConfig) -> SaveError:
         step=ids.known(outcome.step),
         hint=hint,
     )
-
-
-def not_done(action: str, name: str, dirpath: str, reason: Exception) -> SaveError:
-    """Returns the error that an action on a name in node memory was not done."""
-    known = reason if isinstance(reason, TieredCheckpointError) else TieredCheckpointError(str(reason))
-    key, hint = ids.join_url(dirpath, name), "; ".join(filter(None, ["it is not done", known.hint]))
-    text = f"{action} of {name} failed: {known.message}"
-    error = SaveError(text, operation=action, tier="memory", key=key, hint=hint)
-    error.__cause__ = reason
-    return error
 
 
 def not_uploaded(pending: Sequence[Saved], config: TieredCheckpointConfig, error: DrainError) -> tuple[str, SaveError]:

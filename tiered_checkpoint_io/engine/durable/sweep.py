@@ -182,15 +182,12 @@ def delete(
     """Makes a checkpoint, or an alias, cease to exist, and the aliases that point to it.
 
     A file that never had a manifest (of a save that was given up, or that others wrote) is removed too. A save made
-    later than ``before``, the id of the request, stays.
+    later than ``before``, the id of the request, stays. Repeat the call after a StoreError: the checkpoint is as it
+    was. Nothing is removed either if another program uses the checkpoint (ConfigError), or it has another format
+    version.
 
     Returns:
         True if the checkpoint ceased to exist; and the error that left files for the sweep.
-
-    Raises:
-        ConfigError: Another program uses the checkpoint. Nothing was removed.
-        CorruptCheckpointError: This name has another format version. Nothing was removed.
-        StoreError: The checkpoint is as it was. Repeat the call.
     """
     manifests = Manifests(store, before or name)
     manifest = manifests.current(name)
