@@ -101,8 +101,7 @@ def test_fresh_pages_are_written_with_the_same_bytes_and_verified(store, tmp_pat
 # --------------------------------------------------------------------- chunks that ranks of a node read
 def opened(folder, store, *, timeout_s=10.0, alone=False):
     copies = Copies(ENTRY, [Copy(lambda: store, ENTRY.path)])
-    path = folder and folder.path
-    return FetchedFile(copies, path, concurrency=4, timeout_s=timeout_s, reads_alone=lambda _: alone)
+    return FetchedFile(copies, folder.path, concurrency=4, timeout_s=timeout_s, reads_alone=lambda _: alone)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,7 +20,6 @@ from support.restoring import make_content
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.chunks import Copies, Copy, SlotDestination, read_part
 from tiered_checkpoint_io.engine.drain.serving import Server, ask_to_serve, endpoint_of
-from tiered_checkpoint_io.engine.replication.agreement import node_peers
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.peers import (
@@ -287,25 +285,6 @@ def test_only_the_address_that_is_asked_for_is_listened_on(node):
 
 
 # ----------------------------------------------------------------------------------------- owners
-@given(st.integers(2, 6), st.integers(1, 3), st.data())
-def test_each_part_of_a_lost_node_gets_one_owner(count, each, data):
-    ranks = [f"n{i}" for i in range(count) for _ in range(each)]
-    factor = data.draw(st.integers(2, count))
-    nodes = [*dict.fromkeys(ranks)]
-    lost = data.draw(st.sets(st.sampled_from(nodes), max_size=factor - 1))
-    peers = node_peers(count, factor=factor)
-    memory = {node: {} for node in nodes if node not in lost}
-    for rank, node in enumerate(ranks):
-        for holder in (node, *(nodes[peer] for peer in peers[nodes.index(node)])):
-            if holder not in lost:
-                memory[holder][rank] = holder == node
-    content = replace(make_content("x", b"x", 1, kind="sharded"), world_size=len(ranks), parts=len(ranks))
-    candidate = Candidate("step_1", content, held=memory)
-    owners = sorted(part for node in memory for part in candidate.orphans(node))
-    assert owners == [rank for rank, node in enumerate(ranks) if node in lost]
-    assert all(part in memory[node] for node in memory for part in candidate.orphans(node))
-
-
 # ------------------------------------------------------------------------------------------ fan-out
 def full(holders):
     return Candidate("x.ckpt", CONTENT, held={node: {0: True} for node in holders}, files={"x.ckpt": 0})

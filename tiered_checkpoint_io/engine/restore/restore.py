@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +25,7 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Found, Tier
 from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.engine.restore.search import Attempt, Ready, Search
-from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, aside_root
+from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, folder_for_files
 from tiered_checkpoint_io.engine.retention import Rules, acquire, retain
 from tiered_checkpoint_io.engine.save.facts import ShardRole
 from tiered_checkpoint_io.engine.session import Session
@@ -99,7 +98,7 @@ class NodeFetcher:
         #: File that was verified last in node memory, as it is mapped, and its identity; open until it is held.
         self._mapped: tuple[torch.UntypedStorage, os.stat_result] | None = None
         self._open = contextlib.ExitStack()
-        #: Folder of a temporary file, until all ranks of the node have read the file.
+        #: Temporary file, until all ranks of the node have read it.
         self._temporary = contextlib.ExitStack()
         self._is_durable = False
 
@@ -252,10 +251,9 @@ class NodeFetcher:
         except MemoryTierError as error:
             if part.save_id:
                 tiers.log.warning("fetching into a temporary file: %s", error)
-            folder = SharedFolder(aside_root(tiers.memory, part.content.size), secrets.token_hex(8), tiers.clock)
-            self._temporary.callback(folder.close)
-            timeout_s = float(tiers.config.support.wait_timeout_s)
-            file = FetchedFile(copies[0], folder.path, concurrency=concurrency, timeout_s=timeout_s, clock=tiers.clock)
+            folder = folder_for_files(tiers.memory, part.content.size)
+            file = FetchedFile(copies[0], folder, is_private=True, concurrency=concurrency, clock=tiers.clock)
+            self._temporary.callback(file.close)
             fetched = FetchedPart(part, file.whole(), tier, in_memory=False)
         where = " from other nodes" if tier == "peer" else ""
         amount = rate(part.content.size, tiers.clock.monotonic() - started)

@@ -16,7 +16,6 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TypeVar
 
 from tiered_checkpoint_io.engine.chunks import (
@@ -37,7 +36,7 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Found, Tier
 from tiered_checkpoint_io.engine.restore.peers import Peers, adopt_orphans
 from tiered_checkpoint_io.engine.restore.search import Attempt, Ready, Search
-from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
+from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, folder_for_files
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from tiered_checkpoint_io.formats.image import default_threads
 from tiered_checkpoint_io.formats.parallel import in_parallel
@@ -108,8 +107,8 @@ class ShardFiles:
         key = candidate.save_id or hashlib.sha256(url.encode()).hexdigest()[:32]
         folder = SharedFolder(tiers.memory.root, key, tiers.clock)
         self._exits.callback(folder.close)
-        #: Folder of chunks that several ranks read; None if memory has no room for them.
-        self._folder: Path | None = folder.path
+        #: Folder of chunks that several ranks read; if memory has no room for them, of files of this rank only.
+        self._folder, self._has_room = folder.path, True
 
     def hold(self) -> None:
         """Keeps the parts of the save that this node's memory has now, until :meth:`close`."""
@@ -198,8 +197,8 @@ class ShardFiles:
         }
 
     def _reads_alone(self, basename: str, index: int) -> bool:
-        if self._also_read is None or self._folder is None:
-            return self._alone or self._folder is None
+        if self._also_read is None or not self._has_room:
+            return self._alone or not self._has_room
         return index not in self._also_read.get(basename, ())
 
     def _with(self, basename: str, work: Callable[[_HeldFile | FetchedFile], _T]) -> _T:
@@ -214,10 +213,10 @@ class ShardFiles:
         try:
             return work(self._fetched_file(basename))
         except MemoryFullError:
-            if self._folder is None:
+            if not self._has_room:
                 raise
             # Bytes that were read from the earlier files stay valid: the files are closed at the end.
-            self._folder, self._fetched = None, {}
+            self._folder, self._has_room, self._fetched = folder_for_files(self._tiers.memory, 0), False, {}
             return work(self._fetched_file(basename))
 
     def _fetched_file(self, basename: str) -> FetchedFile:
@@ -226,6 +225,7 @@ class ShardFiles:
             fetched = self._fetched[basename] = FetchedFile(
                 self._copies(basename),
                 self._folder,
+                is_private=not self._has_room,
                 concurrency=self._concurrency,
                 timeout_s=float(self._tiers.config.support.wait_timeout_s),
                 reads_alone=functools.partial(self._reads_alone, basename),

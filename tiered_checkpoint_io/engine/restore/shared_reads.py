@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import math
 import mmap
 import os
 import secrets
 import shutil
-import socket
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -32,9 +30,9 @@ from tiered_checkpoint_io.engine.chunks import (
     fetch_targets,
     writer_to,
 )
-from tiered_checkpoint_io.errors import MemoryTierError, RestoreError
+from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.formats.parallel import in_parallel
-from tiered_checkpoint_io.memory.node import needs_space, private_folder
+from tiered_checkpoint_io.memory.node import needs_space
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: Below the memory tier's root: chunks that this node has fetched, a folder a save.
@@ -117,27 +115,10 @@ def _hold(folder: Path, kind: int) -> int | None:
     return None
 
 
-def aside_root(memory: MemoryTier, size: int) -> Path:
-    """Returns the root of room outside of node memory for a file of this size.
-
-    Raises:
-        RestoreError: The folder for temporary files is not safe to use.
-    """
+def folder_for_files(memory: MemoryTier, size: int) -> Path:
+    """Returns a folder outside of node memory for a private file of this size."""
     spill = memory.open_spill()
-    if spill is not None and spill.room() >= size:
-        return spill.root
-    # The folder may be a file server's: other nodes see neither our locks nor, at once, our writes to a mapping.
-    node = hashlib.sha256(f"{socket.gethostname()}\0{memory.root}".encode()).hexdigest()[:16]
-    root = Path(tempfile.gettempdir(), f"tiered-reads-{os.getuid()}-{node}")
-    try:
-        private_folder(root)
-    except MemoryTierError as error:
-        if error.reason != "unsafe":
-            raise
-        hint = "remove it, or set TMPDIR to another folder"
-        text = error.message.replace("the memory tier's folder", "the folder for what is read")
-        raise RestoreError(text, operation="restore", key=str(error.key), hint=hint) from error
-    return root
+    return spill.root if spill is not None and spill.room() >= size else Path(tempfile.gettempdir())
 
 
 class FetchedFile:
@@ -146,16 +127,17 @@ class FetchedFile:
     def __init__(
         self,
         copies: Copies,
-        folder: Path | None,
+        folder: Path,
         *,
+        is_private: bool = False,
         concurrency: int,
-        timeout_s: float,
+        timeout_s: float = math.inf,
         reads_alone: Callable[[int], bool] = lambda _: False,
         clock: Clock = SYSTEM,
     ) -> None:
         """Maps the node's file; fetches nothing yet.
 
-        ``folder`` is a :class:`SharedFolder`'s path; without one, the file is this process' only, in its own memory.
+        ``folder`` is a :class:`SharedFolder`'s path, unless the file is private: it then has no name.
         ``timeout_s`` bounds the wait for the next chunk that another rank fetches. ``reads_alone`` says if no other
         rank of this node reads a chunk, so that it need not be kept. Raises MemoryFullError if there is no space for
         the table of chunks.
@@ -169,12 +151,12 @@ class FetchedFile:
         #: Behind the data, a byte for each chunk: set if the chunk is here and verified. A chunk's lock is on the
         #: same byte.
         self._table = -(-entry.size // _PAGE) * _PAGE
-        self._where = entry.basename if folder is None else str(folder / entry.basename)
-        self._descriptor = (
-            os.memfd_create(entry.basename, os.MFD_CLOEXEC)
-            if folder is None
-            else os.open(self._where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        )
+        self._where = str(folder / entry.basename)
+        if is_private:
+            self._descriptor, self._where = tempfile.mkstemp(prefix="tiered-read-", dir=folder)
+            os.unlink(self._where)
+        else:
+            self._descriptor = os.open(self._where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             self._take(self._table, len(self._ranges))
             self._mapping = mmap.mmap(self._descriptor, self._table + len(self._ranges))
@@ -185,11 +167,11 @@ class FetchedFile:
         self._write, self._file = writer_to(self._descriptor), OpenFile(self._descriptor, self._where)
 
     def whole(self) -> Path:
-        """Fetches all of the file, and closes it; returns its path, at which it has no table of chunks any more."""
-        with contextlib.closing(self):
-            self.ensure([(0, self.entry.size)])
-        os.truncate(self._where, self.entry.size)
-        return Path(self._where)
+        """Fetches all of the file; returns the path by which processes of this node find it, until it is closed."""
+        self.ensure([(0, self.entry.size)])
+        # The table of chunks is no part of it.
+        os.ftruncate(self._descriptor, self.entry.size)
+        return Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
 
     def ensure(self, spans: Iterable[Span]) -> memoryview:
         """Fetches the chunks of ``(offset, length)`` spans to this node, verified; returns the file.
