@@ -230,8 +230,7 @@ def quarantine_damaged(tier: MemoryTier, stored: StoredPart) -> None:
 def chunks_of(entry: FileEntry, spans: Iterable[Span]) -> list[int]:
     """Returns the chunks of a file that ``(offset, length)`` spans touch, in their order.
 
-    Raises:
-        CorruptCheckpointError: A span reaches beyond the file.
+    Raises CorruptCheckpointError if a span reaches beyond the file.
     """
     wanted: set[int] = set()
     for offset, length in spans:
@@ -397,9 +396,7 @@ class SlotDestination:
 def describe(store: PeerStore, save_id: str, rank: int) -> Part:
     """Returns the description of a part that a peer holds.
 
-    Raises:
-        StoreError: The peer does not have the part, or does not answer.
-        CorruptCheckpointError: This release can't understand the description.
+    Raises StoreError if the peer does not answer, CorruptCheckpointError if this release can't understand the answer.
     """
     key = f"{save_id}/{rank}"
     part = Part.from_json(store.get(key), where=f"{store.url}/{key}")

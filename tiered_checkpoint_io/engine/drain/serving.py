@@ -52,11 +52,7 @@ _RANGE = re.compile(rb"\r\nRange: bytes=(\d{1,18})-(\d{1,18})\r\n", re.IGNORECAS
 
 
 def ask_to_serve(root: Path, address: str) -> None:
-    """Notes on which address the drain is to serve; empty to end it.
-
-    Raises:
-        MemoryFullError: There is no space for the note.
-    """
+    """Notes on which address the drain is to serve, empty to end it; raises MemoryFullError without space for that."""
     path = root / _WISH_FILE
     if not address:
         path.unlink(missing_ok=True)
@@ -256,11 +252,7 @@ class _Reader:
         return data
 
     def answer(self, head: bytes, token: bytes) -> None:
-        """Answers a request.
-
-        Raises:
-            _RefusedError: The request is not understood, or lacks the token.
-        """
+        """Answers a request; raises _RefusedError if it is not understood, or lacks the token."""
         shown = _TOKEN.search(head)
         if not hmac.compare_digest(shown[1] if shown else b"", token):
             raise _RefusedError("401 Unauthorized")

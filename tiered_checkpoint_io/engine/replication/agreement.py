@@ -23,14 +23,9 @@ _T = TypeVar("_T")
 
 
 class Node(NamedTuple):
-    """A node's memory.
+    """A node's memory, the machine that it is lost with, and where its drain serves it: nowhere without an address.
 
-    Attributes:
-        machine: The machine that it is lost with; containers on one machine may each have a memory.
-        memory: Identifies the memory.
-        address: Address at which its drain serves it; empty if it is not served.
-        port: Port there.
-        token: Token that its readers show.
+    Containers on one machine may each have a memory.
     """
 
     machine: str
@@ -62,13 +57,10 @@ class _Document:
 
 @dataclass(frozen=True)
 class Group(_Document):
-    """Nodes whose ranks save together; the first leads.
+    """Nodes whose ranks save together, in the order of their first ranks; the first leads.
 
-    Attributes:
-        id: Random name of this meeting of the ranks.
-        factor: Number of machines that hold each part.
-        series: Folder, or series, of the saves of these ranks; None if that is all saves.
-        nodes: The nodes, in the order of their first ranks.
+    ``id`` is a random name of this meeting of the ranks. ``factor`` machines hold each part. ``series`` is the folder,
+    or series, of the saves of these ranks; None if that is all saves.
     """
 
     id: str
@@ -78,15 +70,10 @@ class Group(_Document):
 
 
 class Held(NamedTuple):
-    """A part, or a replica, in a node's memory.
+    """A part, or a replica, in a node's memory: number ``rank`` of the save's parts.
 
-    Attributes:
-        save_id: Its save.
-        rank: Number of the part.
-        of: Number of parts of the save.
-        form: Equal for saves of which a later one replaces an earlier one.
-        is_kept: True if the node does not remove it before the next orders.
-        replicated: True if the node knows that the save is replicated.
+    ``form`` is equal for saves of which a later one replaces an earlier one. ``is_kept`` is true if the node does not
+    remove the part before the next orders, ``replicated`` if the node knows that the save is replicated.
     """
 
     save_id: str
@@ -99,12 +86,9 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Report(_Document):
-    """A node's answer to the leader.
+    """A node's answer to the leader: the orders that it has last carried out, by name, and the parts that it holds.
 
-    Attributes:
-        orders: Name of the orders that the node has last carried out.
-        held: Parts that it holds.
-        failed: Reasons why parts of some saves did not come, by save.
+    ``failed`` has the reasons why parts of some saves did not come, by save.
     """
 
     orders: str = ""
@@ -122,15 +106,10 @@ class Pull(NamedTuple):
 
 @dataclass(frozen=True)
 class Orders(_Document):
-    """Orders of the leader to one node.
+    """Orders of the leader to one node; their name changes whenever other saves are awaited.
 
-    Attributes:
-        name: Changes whenever other saves are awaited.
-        awaited: Saves that are being replicated.
-        replicated: The newest replicated save of each form.
-        pulls: Parts that the node is to read.
-        given_up: Reasons why saves were not replicated in time, by save.
-        is_settled: True if there is nothing to do on any node.
+    ``replicated`` has the newest replicated save of each form, ``given_up`` the reasons why saves were not replicated
+    in time, by save. ``is_settled`` is true if there is nothing to do on any node.
     """
 
     name: str = ""
@@ -279,12 +258,7 @@ def check_machines(nodes: Sequence[Node], factor: int) -> None:
 
 
 def node_peers(count: int, *, factor: int) -> list[tuple[int, ...]]:
-    """Returns the machines that keep copies for each of ``count`` machines; each keeps ``factor - 1``.
-
-    Args:
-        count: Number of machines; ``factor`` or more.
-        factor: Number of machines for each part, its own included.
-    """
+    """Returns the machines that keep copies for each of ``count`` machines; each keeps ``factor - 1``."""
     if count % factor == 0:
         # Each begins with the next of its clique, so that no member is the first choice of all others.
         return [tuple(node - node % factor + (node + k) % factor for k in range(1, factor)) for node in range(count)]

@@ -41,8 +41,7 @@ _ANYWHERE = "192.0.2.1"
 def address_here() -> str:
     """Returns the address at which the other nodes of this process' job reach this one.
 
-    Raises:
-        ConfigError: No interface of this host that is up has the name in ``GLOO_SOCKET_IFNAME``.
+    Raises ConfigError if no interface of this host that is up has the name in ``GLOO_SOCKET_IFNAME``.
     """
     import torch.distributed as dist
 
@@ -165,14 +164,9 @@ class Peering:
     ) -> None:
         """Agrees with the other ranks on the peers, once; all call this, on the threads that train.
 
-        Does nothing if ``replication_factor`` is 1, or these ranks have met before.
-
-        Args:
-            open_tier: Opens this node's memory.
-            logger: Logger to use.
-            process_group: The ranks that save together; all of them if it is None.
-            series: Series of the save that has them meet, see :attr:`Part.series`. If others may save side by side,
-                parts of an earlier start that are of another series are theirs; None if that is not known.
+        Does nothing if ``replication_factor`` is 1, or these ranks have met before. Without a ``process_group``, all
+        ranks save together. ``series`` is that of the save that has them meet, see :attr:`Part.series`; None if it is
+        not known. If others may save side by side, parts of an earlier start that are of another series are theirs.
 
         Raises:
             ConfigError: There are fewer machines than copies, or some rank did not come; on all ranks.

@@ -39,11 +39,7 @@ _REPORT_S = 0.004
 
 
 def join(root: Path, group: Group) -> None:
-    """Adds this node's drain to a group, instead of an earlier one of the same nodes and saves.
-
-    Raises:
-        MemoryFullError: There is no space for the note.
-    """
+    """Adds this node's drain to a group, instead of an earlier one of the same nodes; raises MemoryFullError."""
     (root / _GROUPS).mkdir(mode=0o700, exist_ok=True)
     for each, path in _groups(root):
         if each.series == group.series and [node.memory for node in each.nodes] == [n.memory for n in group.nodes]:

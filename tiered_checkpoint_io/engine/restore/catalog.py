@@ -91,8 +91,7 @@ class Tiers(AtPlace):
     def lock(self, which: str = "") -> Iterator[None]:
         """Lets one process of a node at a time verify or fetch, also if no group orders them.
 
-        Raises:
-            RestoreError: Another process did not finish within ``wait_timeout_s``.
+        Raises RestoreError if another process does not finish within ``wait_timeout_s``.
         """
         path = self.memory.root / f"restore{which}.lock"
         descriptor = try_lock(path, patience_s=self.config.support.wait_timeout_s, clock=self.clock)
@@ -346,11 +345,7 @@ def other_names(place: Place, name: str) -> Mapping[tuple[Place, str], ids.Split
 
 
 def committed_elsewhere(store_at: Callable[[str], Store], others: Iterable[ids.Split]) -> ids.Split | None:
-    """Returns the nearest of some places that has a manifest.
-
-    Raises:
-        StoreError: The durable tier could not be read.
-    """
+    """Returns the nearest of some places that has a manifest; raises StoreError if the tier can't be read."""
     places = list(others)[:_MOST_FOLDERS]
     if not places:
         return None

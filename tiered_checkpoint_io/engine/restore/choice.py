@@ -106,8 +106,7 @@ class Catalog:
     def in_one_folder(self, selector: Selector, accepts: Kind, dirpath: str) -> Selector:
         """Returns the selector with the folder that :data:`ONE_FOLDER` means; none, if any name is in none.
 
-        Raises:
-            RestoreError: All names are in folders, and there are several folders.
+        Raises RestoreError if all names are in folders, and there are several folders.
         """
         there = [(held.name, held.content) for parts in self.memory.values() for held in parts]
         there += [(manifest.name, manifest.content) for manifest in self.manifests]
@@ -292,10 +291,7 @@ _HOW_TO_LOAD: Mapping[Kind, str] = {
 def refuse_other_kind(candidate: Candidate, accepts: Kind, dirpath: str, rejected: Mapping[str, str]) -> None:
     """Refuses a checkpoint whose payload the caller can't load, instead of going back to an older one.
 
-    ``rejected`` has the ids of saves that were tried before it, and the reasons against them.
-
-    Raises:
-        RestoreError: The checkpoint has another payload.
+    ``rejected`` has the ids of saves that were tried before it, and the reasons against them. Raises RestoreError.
     """
     kind = candidate.content.kind
     if kind != accepts:

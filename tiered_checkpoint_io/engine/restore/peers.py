@@ -101,14 +101,11 @@ class Peers:
 
 
 def fan_out(candidate: Candidate, nodes: Sequence[str]) -> dict[str, str]:
-    """Plans from which node each other node reads a full checkpoint first; pure.
+    """Returns the node from which each node without a copy reads a full checkpoint first; pure.
 
     A node that reads it serves what it has verified, so no node serves more than CHILDREN others: a copy reaches 128
     nodes over 7 steps, each of which is a chunk behind the one before. If a step fails, a reader takes a node that
     holds all of it.
-
-    Returns:
-        The first source of each node that has no copy.
     """
     if candidate.content.kind != "full":
         return {}

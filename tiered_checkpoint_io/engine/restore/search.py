@@ -266,11 +266,7 @@ class Search:
         return turn._replace(rejected=self.rejected, newest=max(self._seen, default=None))
 
     def _candidates(self) -> Generator[Candidate, None, None]:
-        """Yields candidates in the order to try; asks the durable tier for more only if the earlier candidates fail.
-
-        Raises:
-            TieredCheckpointError: As :meth:`run`.
-        """
+        """Yields candidates in the order to try; asks the durable tier for more only if the earlier candidates fail."""
         nodes, self._elsewhere = self._memory.values(), None
         if self.selector.kind != "name":
             # A newer release's part may be the newest of all; this release can't read it.

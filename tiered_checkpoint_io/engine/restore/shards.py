@@ -178,13 +178,9 @@ class ShardFiles:
     def begin(self, basename: str, spans: Iterable[Span]) -> tuple[FileEntry, int]:
         """Prepares to :meth:`fill` targets of a file in several calls, within the ``(offset, length)`` spans.
 
-        Chunks that other ranks of this node read too are fetched now, by all of these ranks at once.
-
-        Returns:
-            The file, and how many of its chunks :meth:`fill` reads at once. Each chunk is read once if each call has
-            all targets of its chunks.
-
-        Raises: Errors of :meth:`ensure`.
+        Chunks that other ranks of this node read too are fetched now, by all of these ranks at once. Returns the file,
+        and how many of its chunks :meth:`fill` reads at once; each chunk is read once if each call has all targets of
+        its chunks. Raises as :meth:`ensure`.
         """
         spans = list(spans)
         return self._with(basename, lambda file: (file.entry, file.begin(spans)))
@@ -302,10 +298,7 @@ def open_shards(
     ``take`` is called with the open checkpoint; if it finds damage on some rank, all try the next one. ``rejected`` has
     the ids of saves that this rank can't take, and the reasons.
 
-    Raises:
-        CheckpointNotFoundError: There is none.
-        RestoreError: There are some, but none is intact.
-        TieredCheckpointError: As :meth:`Search.run`.
+    Raises as :func:`restore.restore_local`.
     """
     with contextlib.closing(_Opener(group, take)) as opener:
         search = opener.search

@@ -52,10 +52,8 @@ class SharedFolder:
         """Makes the folder below a memory tier's root, or joins its readers.
 
         Each rank that comes first removes the remains of dead readers: these may be from before a power loss, and call
-        chunks verified which never reached the disk. So each reader of a folder is a live one.
-
-        Raises:
-            RestoreError: Another process has been removing it for too long.
+        chunks verified which never reached the disk. So each reader of a folder is a live one. Raises RestoreError if
+        another process has been removing the folder for too long.
         """
         self.path = root / READS / key
         deadline = clock.monotonic() + clock.timing.chunk_folder_s
