@@ -1,8 +1,8 @@
 """The memory of this node for the other nodes of its job: ranged GETs over HTTP/1.1, and nothing else.
 
-A trainer that wants its node to be read notes the address to listen on; the drain notes the port and the token, and
-serves for as long as it runs. Both notes are files that only this user can read. A next drain takes the same port and
-token if it can, so that readers find the node again.
+A trainer that wants its node to be read notes the address to listen on, and a token. The drain adds the port, and
+serves for as long as it runs. Only this user can read the note. A next drain takes the same port and token if it can:
+readers find the node again.
 
 Parts are named by save id, rank and file number; no path comes from outside. Each request shows the token, which is
 compared in constant time. Connections, requests, and all waits are bounded; bytes go from tmpfs to the socket by
@@ -38,8 +38,8 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.peer import LEAST_RATE, Endpoint, PeerStore
 
-#: Files: the address that a trainer asks for, and the endpoint for its readers.
-_WISH_FILE, _ENDPOINT_FILE = "serve.address", "serve.json"
+#: The endpoint that a trainer asks for; without a port until the drain serves it.
+_ENDPOINT_FILE = "serve.json"
 _MAX_CONNECTIONS = 128
 _MAX_HEAD = 4096
 _MAX_RANGE = 1 << 30
@@ -53,15 +53,15 @@ _RANGE = re.compile(rb"\r\nRange: bytes=(\d{1,18})-(\d{1,18})\r\n", re.IGNORECAS
 
 def ask_to_serve(root: Path, address: str) -> None:
     """Notes on which address the drain is to serve, empty to end it; raises MemoryFullError without space for that."""
-    path = root / _WISH_FILE
+    found = endpoint_of(root)
     if not address:
-        path.unlink(missing_ok=True)
-    elif _wish(root) != address:
-        write_atomic(path, address.encode())
+        (root / _ENDPOINT_FILE).unlink(missing_ok=True)
+    elif found is None or found.address != address:
+        write_atomic(root / _ENDPOINT_FILE, Endpoint(address, 0, secrets.token_hex(32)).to_json())
 
 
 def endpoint_of(root: Path) -> Endpoint | None:
-    """Returns the endpoint that last served this node's memory."""
+    """Returns the endpoint at which this node's memory is to be served, or last was."""
     with contextlib.suppress(OSError, ValueError):
         return Endpoint.from_json((root / _ENDPOINT_FILE).read_bytes())
     return None
@@ -70,19 +70,13 @@ def endpoint_of(root: Path) -> Endpoint | None:
 def served_at(root: Path, address: str, clock: Clock) -> Endpoint | None:
     """Returns the endpoint of this node's memory, if it was asked for at this address and a server answers now."""
     found = endpoint_of(root)
-    if found is None or found.address != address or _wish(root) != address:
+    if found is None or found.address != address or not found.port:
         return None
     clock = Clock(replace(clock.timing, peer_silence_s=1.0))
     with contextlib.closing(PeerStore(found, clock=clock, is_patient=False)) as store, contextlib.suppress(StoreError):
         store.get("")
         return found
     return None
-
-
-def _wish(root: Path) -> str:
-    with contextlib.suppress(OSError, ValueError):
-        return (root / _WISH_FILE).read_text()
-    return ""
 
 
 class _RefusedError(Exception):
@@ -99,19 +93,20 @@ class Server:
         self._log, self._clock = logger, clock
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
-        self._address = ""
+        #: The wish that is served, without the port: another drain may note its own.
+        self._served: Endpoint | None = None
         self._token = b""
         self._said = ""
         self._connections: set[socket.socket] = set()
 
     def look(self) -> None:
         """Listens on the address that the trainer asks for; never raises."""
-        wish = _wish(self._root)
+        wish = endpoint_of(self._root)
         with self._lock:
-            if wish == self._address:
+            if (wish and wish._replace(port=0)) == self._served:
                 return
             self._close_listener()
-            if not wish:
+            if wish is None:
                 return
             try:
                 self._listen(wish)
@@ -119,7 +114,7 @@ class Server:
                 self._close_listener()
                 if str(error) != self._said:
                     self._said = str(error)
-                    self._log.error("other nodes can't read this node's memory at %s: %s", wish, error)
+                    self._log.error("other nodes can't read this node's memory at %s: %s", wish.address, error)
 
     @property
     def connections(self) -> int:
@@ -134,27 +129,24 @@ class Server:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def _listen(self, address: str) -> None:
-        last = endpoint_of(self._root)
-        port, token = (last.port, last.token) if last is not None and last.address == address else (0, "")
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    def _listen(self, wish: Endpoint) -> None:
+        address, family = wish.address, socket.AF_INET6 if ":" in wish.address else socket.AF_INET
         listener = self._listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((address, port))
+            listener.bind((address, wish.port))
         except OSError:
             # Another process may have taken the port.
             listener.bind((address, 0))
         listener.listen(_MAX_CONNECTIONS)
-        found = Endpoint(address, listener.getsockname()[1], token or secrets.token_hex(32))
-        self._token = found.token.encode()
-        if found != last:
+        found = wish._replace(port=listener.getsockname()[1])
+        if found != wish:
             write_atomic(self._root / _ENDPOINT_FILE, found.to_json())
         self._clock.start(lambda: self._accept(listener), "tiered-serve")
-        self._address, self._said = address, ""
+        self._served, self._token, self._said = wish._replace(port=0), wish.token.encode(), ""
 
     def _close_listener(self) -> None:
-        listener, self._listener, self._address = self._listener, None, ""
+        listener, self._listener, self._served = self._listener, None, None
         if listener is not None:
             with contextlib.suppress(OSError):
                 # Wakes up the thread that accepts.
