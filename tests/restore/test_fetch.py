@@ -20,7 +20,6 @@ from tiered_checkpoint_io.engine.chunks import (
     Copies,
     Copy,
     chunks_of,
-    fetch,
     merged,
     unverified,
     writer_to,
@@ -41,6 +40,10 @@ def store(tmp_path):
     store = DirectoryStore(str(tmp_path))
     store.put("d/a.ckpt", DATA)
     return store
+
+
+def fetch(store, view, entry=ENTRY, **options):
+    Copies(entry, [Copy(lambda: store, entry.path)]).fetch(memoryview(view), **options)
 
 
 class Watched(FaultyStore):
@@ -72,12 +75,12 @@ class Watched(FaultyStore):
 def test_fills_every_byte_reads_each_once_and_stays_within_the_bound(store, concurrency):
     watched = Watched(store, min(concurrency, len(ENTRY.hashes)))
     buffer = bytearray(len(DATA))
-    fetch(watched, ENTRY, memoryview(buffer), concurrency=concurrency)
+    fetch(watched, buffer, concurrency=concurrency)
     assert buffer == DATA
     assert store.metrics.snapshot()["bytes.down"] == len(DATA)
     assert watched.most == min(concurrency, len(ENTRY.hashes))
     again = bytearray(len(DATA))
-    fetch(store, unverified("d/a.ckpt", len(again)), memoryview(again), concurrency=concurrency)
+    fetch(store, again, unverified("d/a.ckpt", len(again)), concurrency=concurrency)
     assert again == DATA
 
 
@@ -91,11 +94,11 @@ def test_fresh_pages_are_written_with_the_same_bytes_and_verified(store, tmp_pat
         file.truncate(len(DATA))
         # An error that is looked at keeps a piece of it.
         view = memoryview(mmap.mmap(file.fileno(), len(DATA)))
-        fetch(store, ENTRY, view, concurrency=3, write=writer_to(file.fileno()))
+        fetch(store, view, concurrency=3, write=writer_to(file.fileno()))
         assert view == DATA
         flip(tmp_path / "d" / "a.ckpt", 5 * CHUNK)
         with pytest.raises(CorruptCheckpointError, match="differ from their hash"):
-            fetch(store, ENTRY, view, concurrency=3, write=writer_to(file.fileno()))
+            fetch(store, view, concurrency=3, write=writer_to(file.fileno()))
 
 
 # --------------------------------------------------------------------- chunks that ranks of a node read

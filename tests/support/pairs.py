@@ -94,7 +94,7 @@ def run_pair(order, counter):
 def replicating(order, rank, ports):
     """Yields a node's memory and its replication, served on its port, in a group of the two."""
     from tiered_checkpoint_io.clock import SYSTEM
-    from tiered_checkpoint_io.engine.drain.serving import Server, ask_to_serve
+    from tiered_checkpoint_io.engine.drain.serving import Server
     from tiered_checkpoint_io.engine.replication.agreement import Group, Node
     from tiered_checkpoint_io.engine.replication.replicas import Replicas, join, leave_groups
     from tiered_checkpoint_io.logs import get_logger
@@ -108,7 +108,6 @@ def replicating(order, rank, ports):
     leave_groups(tier.root)
     join(tier.root, Group("ab", 2, None, tuple(nodes)))
     write_atomic(tier.root / "serve.json", Endpoint("127.0.0.1", ports[rank], token).to_json())
-    ask_to_serve(tier.root, "127.0.0.1")
     log = get_logger("default")
     replicas = Replicas(tier.root, tier, log, SYSTEM)
     replicas.keep_last = KEEP_LAST

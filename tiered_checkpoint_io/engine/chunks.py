@@ -45,22 +45,10 @@ def unverified(key: str, size: int) -> FileEntry:
     return FileEntry(key, size, chunk_size_for(size), ())
 
 
-def fetch(store: Readable, entry: FileEntry, view: memoryview, *, concurrency: int, write: Write | None = None) -> None:
-    """Reads a file by ranged requests, one for each chunk, and verifies chunks that have a hash.
-
-    ``view`` has ``entry.size`` writable bytes; see :func:`fetch_chunk` for ``write``.
-
-    Raises:
-        CorruptCheckpointError: The object is short, or a chunk differs from its hash.
-        StoreError: The object could not be read.
-    """
-    Copies(entry, [Copy(lambda: store, entry.path)]).fetch(view, concurrency=concurrency, write=write)
-
-
 def fetch_chunk(
     store: Readable, entry: FileEntry, index: int, chunk: memoryview, *, write: Write | None = None
 ) -> None:
-    """Reads one chunk into ``chunk``; raises as :func:`fetch`.
+    """Reads one chunk into ``chunk``; raises as :func:`fetch_pieces`.
 
     ``write`` writes to the file if ``chunk`` is a mapping of it whose pages were never touched.
     """
@@ -140,7 +128,7 @@ class Copies:
         write: Write | None = None,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Reads the whole file; as :func:`fetch`, and raises as :meth:`read`. ``progress`` gets each chunk's number."""
+        """Reads the whole file, chunks in parallel; raises as :meth:`read`. ``progress`` gets each chunk's number."""
         ranges = self.entry.chunks
 
         def one(index: int) -> None:
@@ -173,10 +161,14 @@ def fetch_pieces(
     pieces: Sequence[memoryview],
     arrived: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Reads one chunk into buffers, one after the other, each hashed as soon as it is full; raises as :func:`fetch`.
+    """Reads one chunk into buffers, one after the other, each hashed as soon as it is full.
 
     ``pieces`` are as long, in all, as the chunk; one buffer may be there several times. ``arrived`` is called with the
     number of each full buffer, before the next one is filled.
+
+    Raises:
+        CorruptCheckpointError: The object is short, or the chunk differs from its hash, if it has one.
+        StoreError: The object could not be read.
     """
     digest = new_hash()
 
@@ -184,7 +176,8 @@ def fetch_pieces(
         if number == 0:
             # If the request is repeated, so is this.
             digest.reset()
-        digest.update(pieces[number])
+        if entry.hashes:
+            digest.update(pieces[number])
         arrived(number)
 
     if pieces:
@@ -300,8 +293,14 @@ class OpenFile:
             filled(index)
 
 
-def fetch_targets(store: Readable, entry: FileEntry, index: int, targets: Sequence[Target]) -> None:
-    """Reads a chunk, each byte once, and fills targets that lie in it, see :func:`by_chunk`; raises as ``fetch``."""
+def fetch_targets(
+    store: Readable,
+    entry: FileEntry,
+    index: int,
+    targets: Sequence[Target],
+    arrived: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Reads a chunk, each byte once, and fills targets in it, see :func:`by_chunk`; further as :func:`fetch_pieces`."""
     at, size = entry.chunks[index]
     # Lengths and targets of the chunk's bytes, in their order; None for bytes that are only hashed.
     parts: list[tuple[int, memoryview | None]] = []
@@ -314,7 +313,7 @@ def fetch_targets(store: Readable, entry: FileEntry, index: int, targets: Sequen
         for length, to in parts
         for low in range(0, length, PIECE_SIZE)
     ]
-    fetch_pieces(store, entry, index, pieces)
+    fetch_pieces(store, entry, index, pieces, arrived)
 
 
 #: Ranges of one peer that are read at once.

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from io import BytesIO
 from typing import Any
 
-from tiered_checkpoint_io.engine.chunks import fetch, unverified
+from tiered_checkpoint_io.engine.chunks import Copies, Copy, unverified
 from tiered_checkpoint_io.errors import ConfigError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.ids import StrPath
@@ -181,7 +181,8 @@ def upload_file(store: Store, key: str, path: StrPath) -> None:
 
 
 def _fetch(store: Store, key: str, view: memoryview, concurrency: int | None) -> None:
-    fetch(store, unverified(key, len(view)), view, concurrency=concurrency or DEFAULT_MAX_READ_CONCURRENCY)
+    copies = Copies(unverified(key, len(view)), [Copy(lambda: store, key)])
+    copies.fetch(view, concurrency=concurrency or DEFAULT_MAX_READ_CONCURRENCY)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from tiered_checkpoint_io.engine.chunks import PIECE_SIZE, fetch, fetch_pieces
+from tiered_checkpoint_io.engine.chunks import fetch_targets
 from tiered_checkpoint_io.engine.durable.files import files_of, is_edited
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreNotFoundError
@@ -50,7 +50,8 @@ def _has_switch(store: Store, name: str, content: Content) -> bool:
     try:
         entry = files_of(store, content).entry(path.rpartition("/")[2]) if path is not None else None
         if entry is not None:
-            fetch(store, entry, memoryview(bytearray(entry.size)), concurrency=1)
+            for index in range(len(entry.chunks)):
+                fetch_targets(store, entry, index, ())
     except (CorruptCheckpointError, StoreNotFoundError):
         return False
     return entry is not None
@@ -100,7 +101,8 @@ def _first_damage(
         try:
             if index == 0 and (size := store.size(entry.path)) != entry.size:
                 raise CorruptCheckpointError(f"{size} bytes instead of {entry.size}")
-            _check_chunk(store, entry, index, heard)
+            # The bytes are only compared. A slow line takes longer for a chunk than a silence may last.
+            fetch_targets(store, entry, index, (), lambda _: heard())
             progress(entry.chunks[index][1])
         except (CorruptCheckpointError, StoreNotFoundError) as error:
             damaged.add(entry.path)
@@ -113,13 +115,3 @@ def _first_damage(
 
 def _damage(error: CorruptCheckpointError | StoreNotFoundError, file: str, rank: int | None = None) -> Damage:
     return Damage(error.message, rank, file, isinstance(error, StoreNotFoundError))
-
-
-def _check_chunk(store: Store, entry: FileEntry, index: int, heard: Callable[[], None]) -> None:
-    length = entry.chunks[index][1]
-    # The bytes are only compared, so each piece is read over the one before.
-    aside = memoryview(bytearray(min(length, PIECE_SIZE)))
-    pieces = [aside[: length - at] for at in range(0, length, PIECE_SIZE)]
-    if length:
-        # A slow line takes longer for a chunk than a silence may last.
-        fetch_pieces(store, entry, index, pieces, lambda _: heard())
