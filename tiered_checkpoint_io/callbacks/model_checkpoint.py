@@ -504,6 +504,10 @@ class TieredModelCheckpoint(ModelCheckpoint):
     def _is_in_memory_alone(self) -> bool:
         """Returns True if the newest checkpoint to resume from is not, and will not be, on the durable tier."""
         session, restored = self._engine.session, self._engine.restored
+        if session.last_save is None and restored is not None and not restored.is_durable:
+            # It came from memory, perhaps only that of other nodes.
+            queued = (each for each in session.open().tier.parts() if each.part.durable)
+            return restored.name in self._engine.also_last or all(each.save_id != restored.save_id for each in queued)
         if session.last_save is None and (restored is None or restored.name in self._engine.also_last):
             # Lightning has the latter removed when this fit ends.
             return restored is not None
