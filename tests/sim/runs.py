@@ -304,7 +304,7 @@ class Life:
     def _befall(self, run):
         rng, clock = self.rng, self.outside.clock
         fates = ["nothing", "killed", "preempted", "stopped", "lost", "drain", "damaged"]
-        what = rng.choices(fates, [3, 3, 3, 2, 2, 2, 4] if run.alone else [2, 1, 1, 5, 1, 1, 1])[0]
+        what = rng.choices(fates, [2, 3, 3, 2, 3, 2, 3] if run.alone else [2, 1, 1, 5, 1, 1, 1])[0]
         clock.sleep(rng.choice([2.0, 30.0, 100.0, 300.0]) * rng.random())
         if not run.is_alive or what == "nothing":
             return

@@ -13,7 +13,6 @@ import os
 import re
 import socket
 import stat
-import sys
 import threading
 import warnings
 import weakref
@@ -73,11 +72,6 @@ def memory_left(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
             limits, used = _numbers(folder, _LIMITS), _numbers(folder, _USED)
             left += [limit + cached - each for limit in limits for each in used]
     return min(left) - margin
-
-
-def unbounded() -> int:
-    """Returns no bound: the value of :func:`memory_left` for checkpoints on a disk."""
-    return sys.maxsize
 
 
 #: Files of a memory cgroup, of versions 2 and 1. Beyond memory.high the kernel ends no process, but slows

@@ -360,19 +360,6 @@ class Incoming:
         os.close(self._descriptor)
 
 
-def clear_half_made(folder: Path, clock: Clock) -> None:
-    """Removes incomplete parts of dead processes from a folder of parts."""
-    begun = clock.wall() - clock.timing.half_made_s
-    for save in os.scandir(folder):
-        with contextlib.suppress(OSError):
-            for rank in os.scandir(save.path):
-                if rank.name.endswith(NEW) and rank.stat(follow_symlinks=False).st_mtime < begun:
-                    shutil.rmtree(rank.path, ignore_errors=True)
-            if save.stat(follow_symlinks=False).st_mtime < begun:
-                # Succeeds only if the folder is empty.
-                os.rmdir(save.path)
-
-
 def gone(stored: StoredPart) -> CheckpointNotFoundError:
     """Returns the error of a part that was removed since it was looked up."""
     return CheckpointNotFoundError(
@@ -393,5 +380,12 @@ def clear_dead(root: Path, clock: Clock) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.rename(entry.path, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-    for name in (SAVES, REPLICAS):
-        clear_half_made(root / name, clock)
+    begun = clock.wall() - clock.timing.half_made_s
+    for save in (*os.scandir(root / SAVES), *os.scandir(root / REPLICAS)):
+        with contextlib.suppress(OSError):
+            for rank in os.scandir(save.path):
+                if rank.name.endswith(NEW) and rank.stat(follow_symlinks=False).st_mtime < begun:
+                    shutil.rmtree(rank.path, ignore_errors=True)
+            if save.stat(follow_symlinks=False).st_mtime < begun:
+                # Succeeds only if the folder is empty.
+                os.rmdir(save.path)

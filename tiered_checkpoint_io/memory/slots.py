@@ -416,8 +416,8 @@ class SlotPool:
         slot.cut(size)
         fcntl.flock(slot.descriptor, fcntl.LOCK_UN)
 
-    def recycle(self, path: str) -> bool:
-        """Takes the file at ``path`` back as a free slot; unlinks it if it can't be reused.
+    def take_back(self, path: str, *, reuse: bool) -> None:
+        """Takes the file at ``path`` back as a free slot; unlinks it if it can't be reused, or is not to be.
 
         A file that a reader has mapped (which then holds a shared lock on it) is unlinked: its bytes
         stay for that reader, unchanged.
@@ -426,31 +426,19 @@ class SlotPool:
             slot = self._lent.pop(inode_of(os.stat(path)), None)
             if slot is None:
                 os.unlink(path)
-                return False
-            try:
-                fcntl.flock(slot.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.unlink(path)
-                slot.close(self.unmap)
-                return False
-            free_name = os.path.join(self._folder, self._slot_name())
-            try:
-                os.rename(path, free_name)
-            except FileNotFoundError:
-                # Another process has removed the folder.
-                slot.close(self.unmap)
-                return False
-            slot.path = free_name
-            self._keep_or_discard(slot)
-            return True
-
-    def forget(self, path: str) -> None:
-        """Unlinks the file at ``path`` and never reuses it."""
-        with self._lock:
-            slot = self._lent.pop(inode_of(os.stat(path)), None)
-            os.unlink(path)
-            if slot is not None:
-                slot.close(self.unmap)
+                return
+            slot.path = path
+            # A reader may have it, or another process have removed the folder.
+            with contextlib.suppress(OSError):
+                if reuse:
+                    fcntl.flock(slot.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    free_name = os.path.join(self._folder, self._slot_name())
+                    os.rename(path, free_name)
+                    slot.path = free_name
+            if slot.path == path:
+                self._discard(slot)
+            else:
+                self._keep_or_discard(slot)
 
     def close(self) -> None:
         """Unlinks free slots and unmaps the others; committed files stay."""

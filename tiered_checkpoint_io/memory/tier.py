@@ -59,7 +59,6 @@ from tiered_checkpoint_io.memory.node import (
     share,
     sync_folder,
     try_lock,
-    unbounded,
     used,
     write_atomic,
     write_private,
@@ -285,10 +284,10 @@ class MemoryTier:
                 text = "memory_dir does not exist"
                 raise MemoryTierError(text, operation="open", tier="memory", key=memory_dir, hint="make it")
             make_folders(root, FOLDERS, say)
-            left = memory_left if is_tmpfs(memory_dir) else unbounded
+            left = memory_left if is_tmpfs(memory_dir) else None
             tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=left, clock=clock, say=say)
             clear_dead(root, clock)
-        if left is unbounded:
+        if left is None:
             say(f"memory_dir {memory_dir!r} is not on tmpfs: the memory tier will be as fast as that disk")
         return tier
 
@@ -482,7 +481,7 @@ class MemoryTier:
             # The files had their space, their description has none: give all of it back.
             for slot in slots.values() if is_full else ():
                 if not isinstance(slot, bytes):
-                    home.pool.forget(slot.path)
+                    home.pool.take_back(slot.path, reuse=False)
             shutil.rmtree(fresh, ignore_errors=True)
             if is_full and not isinstance(error, MemoryFullError):
                 raise MemoryFullError("no space for a folder", **what, hint=FULL_HINT) from error
@@ -548,10 +547,10 @@ class MemoryTier:
         with contextlib.suppress(OSError):
             sync_folder(stored.folder.parent)  # after a power loss it must not be there without its marks
             os.rmdir(stored.folder.parent)
-        pinned, pool = (trash / PINNED).exists(), self._home(trash).pool
+        is_pinned, pool = (trash / PINNED).exists(), self._home(trash).pool
         for entry in stored.part.content.files:
             with contextlib.suppress(FileNotFoundError):
-                (pool.forget if pinned else pool.recycle)(str(trash / entry.basename))
+                pool.take_back(str(trash / entry.basename), reuse=not is_pinned)
         shutil.rmtree(trash, ignore_errors=True)
 
     def quarantine(self, folder: Path, reason: str) -> Path:

@@ -85,18 +85,11 @@ class Upload:
     @classmethod
     def journaled(cls, journal: UploadJournal | None, url: str, key: str) -> Upload | None:
         """Returns the upload of ``key`` that a journal notes; None if it notes none, or is another store's."""
-        state = (journal.read() if journal is not None else None) or {}
-        match state:
-            case {
-                "url": u,
-                "key": k,
-                "upload_id": str(upload_id),
-                "size": int(size),
-                "part_size": int(part_size),
-                "mark": str(mark),
-                "origin": str(origin),
-            } if (u, k) == (url, key) and size >= 0 and part_size >= 1:
-                return cls(url, key, upload_id, size, part_size, mark, origin)
+        state: Any = (journal.read() if journal is not None else None) or {}
+        # Another kind of store notes other things.
+        with contextlib.suppress(TypeError):
+            noted = cls(**state)
+            return noted if (noted.url, noted.key) == (url, key) else None
         return None
 
     @property
@@ -368,7 +361,27 @@ class S3Store:
         """
         for _ in range(2):
             report.restart()
-            if self._try_to_send(key, data, part_size, journal, report, condition):
+            upload, arrived = self._begin(key, data, part_size, journal)
+            try:
+                self._send_parts(upload, arrived, data, report, condition)
+                is_done = True
+            except StoreNotFoundError:
+                # It vanished, for example by a lifecycle rule. Or it is completed, and just the answer was lost: then
+                # the object bears the upload's mark.
+                is_done = len(arrived) == len(upload.numbers) and self._made(upload)
+            except BaseException as error:
+                # So it is as well if the answer to the first of two such requests was lost.
+                is_done = isinstance(error, StoreError) and error.reason == "changed" and self._made(upload)
+                # With a journal, the next attempt continues after the arrived parts, maybe with other credentials.
+                # Without any, it could not be removed either.
+                if not is_done and (journal is None or is_final(error)):
+                    # Asked once only: the server may have failed, and the next look for stale uploads finds it.
+                    self._let_go(key, upload.upload_id, once=True)
+                    if journal is not None:
+                        journal.clear()
+                if not is_done:
+                    raise
+            if is_done:
                 if journal is not None:
                     journal.clear()
                 return
@@ -413,18 +426,16 @@ class S3Store:
                             count += 1
         return count
 
-    def _try_to_send(
+    def _send_parts(
         self,
-        key: str,
+        upload: Upload,
+        arrived: dict[int, dict[str, Any]],
         data: UploadContent | Copied,
-        part_size: int,
-        journal: UploadJournal | None,
         report: Progress,
         condition: Condition | None,
-    ) -> bool:
-        """Sends an upload; returns False if the upload vanished, for example by a lifecycle rule."""
-        upload, arrived = self._begin(key, data, part_size, journal)
-        upload_id = {"UploadId": upload.upload_id}
+    ) -> None:
+        """Sends what is missing of an upload, and completes it; raises StoreNotFoundError if the upload is gone."""
+        key, upload_id = upload.key, {"UploadId": upload.upload_id}
         checksum = {"ChecksumAlgorithm": self._checksum} if self._checksum else {}
         report.add(sum(upload.size_of(number) for number in arrived))
 
@@ -455,35 +466,16 @@ class S3Store:
             arrived[number] = self._part(number, answer)
             report.add(upload.size_of(number))
 
-        try:
-            missing = [number for number in upload.numbers if number not in arrived]
-            self._run(missing, send_part)
-            if isinstance(data, Copied):
-                data.check()
-                if len(self._arrived(upload) or ()) != len(upload.numbers):
-                    raise StoreError("the server did not copy the parts as asked", operation="copy", key=key)
-            whole = {"MultipartUpload": {"Parts": [arrived[number] for number in upload.numbers]}}
-            # Ceph ignores the condition here: this check leaves a gap of a moment, not of the whole upload.
-            if condition is not None and self._client.tag(key) != condition.expected:
-                raise changed("complete", key)
-            self._client.ask_if("complete_multipart_upload", key, condition, {**upload_id, **whole}, doubt=is_gone)
-        except StoreNotFoundError:
-            # Completed, and just the answer was lost? Then the object bears the upload's mark.
-            return len(arrived) == len(upload.numbers) and self._made(upload)
-        except BaseException as error:
-            is_changed = isinstance(error, StoreError) and error.reason == "changed"
-            # So it is as well if the answer to the first of two such requests was lost.
-            if is_changed and self._made(upload):
-                return True
-            # With a journal, the next attempt continues after the arrived parts, maybe with other credentials. Without
-            # any, it could not be removed either.
-            if journal is None or is_final(error):
-                # Asked once only: the server may have failed, and the next look for stale uploads finds it.
-                self._let_go(key, upload.upload_id, once=True)
-                if journal is not None:
-                    journal.clear()
-            raise
-        return True
+        self._run([number for number in upload.numbers if number not in arrived], send_part)
+        if isinstance(data, Copied):
+            data.check()
+            if len(self._arrived(upload) or ()) != len(upload.numbers):
+                raise StoreError("the server did not copy the parts as asked", operation="copy", key=key)
+        whole = {"MultipartUpload": {"Parts": [arrived[number] for number in upload.numbers]}}
+        # Ceph ignores the condition here: this check leaves a gap of a moment, not of the whole upload.
+        if condition is not None and self._client.tag(key) != condition.expected:
+            raise changed("complete", key)
+        self._client.ask_if("complete_multipart_upload", key, condition, {**upload_id, **whole}, doubt=is_gone)
 
     def _begin(
         self, key: str, data: UploadContent | Copied, part_size: int, journal: UploadJournal | None

@@ -24,7 +24,7 @@ from tiered_checkpoint_io.engine.replication.agreement import Agreement, Group, 
 from tiered_checkpoint_io.engine.retention import form_of, outdated_replicas
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, of_step, rate
-from tiered_checkpoint_io.memory.node import MemoryFullError, is_tmpfs, memory_left, memory_of, unbounded, write_atomic
+from tiered_checkpoint_io.memory.node import MemoryFullError, is_tmpfs, memory_left, memory_of, write_atomic
 from tiered_checkpoint_io.memory.parts import REPLICAS, SAVES, StoredPart
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier, noted_budget
@@ -139,7 +139,7 @@ class Replicas:
             self._members, self._moved_at = members, self._clock.monotonic()
             self._bell.set()
             if self._thread is None and members:
-                left, budget = memory_left if is_tmpfs(str(self._root)) else unbounded, noted_budget(self._root)
+                left, budget = memory_left if is_tmpfs(str(self._root)) else None, noted_budget(self._root)
                 self._kept = MemoryTier(self._root, budget_bytes=budget, folder=REPLICAS, left=left, clock=self._clock)
                 self._thread = self._clock.start(self._run, "tiered-replicas")
             elif self._thread is None:
