@@ -476,18 +476,6 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def _drop_in_child() -> None:
-    # A lock lives as long as any copy of its descriptor: a DataLoader's worker that outlives its
-    # trainer would pass for one. Closing the copy leaves the parent's lock as it is.
-    global _guard
-    _guard = threading.Lock()
-    while _held:
-        os.close(_held.popitem()[0])
-
-
-os.register_at_fork(after_in_child=_drop_in_child)
-
-
 class Owner(Protocol):
     """Resources that belong to one process."""
 
@@ -504,6 +492,12 @@ def register_owner(owner: Owner) -> None:
 
 
 def _in_child() -> None:
+    # A lock lives as long as any copy of its descriptor: a DataLoader's worker that outlives its
+    # trainer would pass for one. Closing the copy leaves the parent's lock as it is.
+    global _guard
+    _guard = threading.Lock()
+    while _held:
+        os.close(_held.popitem()[0])
     for owner in list(_owners):
         owner.forked()
 
