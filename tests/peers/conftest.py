@@ -26,7 +26,7 @@ def ranks(tmp_path, memory_dir):
     A node is a memory folder and a machine of its own, unless ``machines`` are given (a letter a rank, too).
     """
 
-    def run(nodes, *steps, dead=(), machines=None, **options):
+    def run(nodes, *steps, dead=(), places=None, machines=None, **options):
         options = {"dirpath": str(tmp_path / "durable"), "save_to_s3": False, "wait_timeout_s": 60, **options}
         jobs = []
         for rank, node in enumerate(nodes):
@@ -34,6 +34,8 @@ def ranks(tmp_path, memory_dir):
             jobs.append({"options": {**options, "memory_dir": f"{memory_dir}/{node}"}, "steps": steps})
             if machines is not None:
                 jobs[-1]["machine"] = machines[rank]
+            if places is not None:
+                jobs[-1]["netns"] = places[node]
         answers = launch(tmp_path, jobs, deadline_s=DEADLINE_S, worker=WORKER)
         assert [r for r, answer in enumerate(answers) if answer is None] == list(dead), said(
             tmp_path, next((r for r, a in enumerate(answers) if a is None and r not in dead), 0)

@@ -1,5 +1,7 @@
 """Local checkpoints after a node has lost its memory."""
 
+import pytest
+
 SAVES = (["save_local", 1], ["save_local", 2], ["close"])
 
 
@@ -29,6 +31,18 @@ def test_a_node_that_comes_back_with_an_old_memory_does_not_take_all_back(ranks)
     (loaded, _) = ranks("ab", ["load_local", {"late": [1, 1]}], ["close"], **options)
     assert [answer.get("value") for answer in loaded] == [[400.0], [401.0]], loaded
     assert max(answer["seconds"] for answer in loaded) < 6
+
+
+@pytest.mark.matrix
+def test_where_no_rank_has_anything_and_a_peer_does_not_load_ranks_say_so_soon(ranks):
+    steps = ["load_local"], ["hurry", {"rendezvous_s": 2.0}], ["load_local", {"absent": 1}]
+    late = ["hurry", {"rendezvous_s": 60.0}], ["load_local", {"late": [1, 4]}]
+    loaded, _, (alone, _), _, again = ranks("ab", *steps, *late, replication_factor=2)
+    # A rank that has waited in vain may come again.
+    assert [answer["error"] for answer in (*loaded, *again)] == ["CheckpointNotFoundError"] * 4
+    assert alone["error"] == "ConfigError"
+    assert "not all 2 ranks came" in alone["message"]
+    assert all(answer["seconds"] < 10 for answer in (*loaded, alone))
 
 
 def test_a_rank_that_stands_still_with_the_store_of_all_holds_up_no_other_for_long(ranks):

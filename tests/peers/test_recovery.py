@@ -5,6 +5,7 @@ import os
 
 import pytest
 from support.fault_proxy import FaultProxy
+from support.restoring import OLD, World, into_memory, save_id
 
 #: Nodes of two ranks each, and how many copies there are.
 CASES = [("aabbcc", 2), ("aabbccdd", 2), ("aabbcc", 3), ("aabbccdd", 3)]
@@ -57,6 +58,14 @@ def test_a_full_checkpoint_is_read_from_s3_once_a_node_after_two_lists(ranks, lo
     assert [(answer["matches"], answer["tier"]) for answer in answers] == [(True, "memory")] * 4
 
 
+@pytest.mark.matrix
+def test_a_full_checkpoint_goes_from_one_node_to_five(ranks, s3_url):
+    ranks("abcdef", ["save_full", 1, ["memory"], {"name": "new.ckpt"}], ["close"], dirpath=s3_url, drain="process")
+    (answers, _) = ranks("abcdef", ["load_full", 1], ["close"], dirpath=s3_url, drain="process")
+    found = [(answer.get("matches"), answer.get("tier")) for answer in answers]
+    assert found == [(True, "memory"), *[(True, "peer")] * 5], answers
+
+
 @pytest.mark.parametrize(("nodes", "lost"), [("aa", ""), ("ab", "a"), ("aa", "a")])
 def test_a_load_makes_at_most_four_exchanges_and_no_group(ranks, lose, nodes, lost):
     options = {"replication_factor": len(set(nodes)), "save_to_s3": True}
@@ -75,11 +84,29 @@ def test_a_load_makes_at_most_four_exchanges_and_no_group(ranks, lose, nodes, lo
         assert each["dcp"] == ["gather_object", "scatter_object_list", "all_gather_object"]
 
 
+def test_a_load_of_more_ranks_opens_no_more_sockets(ranks):
+    opened = [ranks("a" * count, ["save_local", 1], ["counted", "load_local"])[1] for count in (8, 16)]
+    assert [each["answer"]["value"] for each in opened[1]] == [[100.0 + rank] for rank in range(16)]
+    assert {each["sockets"] for answers in opened for each in answers} == {0}
+
+
 def test_a_rank_that_never_comes_to_a_load_is_named_within_the_bound(ranks):
     _, (alone, _) = ranks("ab", ["hurry", {"rendezvous_s": 1.0}], ["load_full", 1, {"absent": 1}])
     assert alone["error"] == "ConfigError"
     assert "every rank has to make it" in alone["message"]
     assert alone["seconds"] < 60
+
+
+def test_nodes_that_only_load_keep_the_last_checkpoints(memory_dir, tmp_path):
+    """Rank 0's node saves each full checkpoint, and the other node gets one at each restart."""
+    world = World(memory_dir, str(tmp_path / "durable"))
+    for number in (1, 2, 3):
+        into_memory(world.tier("a"), world.store.url, f"{number}.ckpt", OLD, number)
+        answers = world.restore_all("abb")
+        assert answers == [(save_id(number), tier, OLD) for tier in ("memory", "peer", "peer")]
+    # A part that only its own node has stays there.
+    assert [stored.save_id for stored in world.tier("a").parts()] == [save_id(number) for number in (1, 2, 3)]
+    assert [stored.save_id for stored in world.tier("b").parts()] == [save_id(number) for number in (2, 3)]
 
 
 def test_nodes_may_be_lost_one_after_the_other_where_ranks_come_to_other_nodes(ranks, lose):
@@ -104,3 +131,11 @@ def test_what_a_lost_node_was_to_upload_is_uploaded_by_who_takes_its_place(ranks
     loaded, _ = ranks("ab", ["load_full", 1], ["close"], **options)
     assert [answer.get("matches") for answer in loaded] == [True] * 2
     assert (tmp_path / "durable" / "step=1.ckpt").exists()
+
+
+@pytest.mark.matrix
+def test_local_checkpoints_of_two_nodes_are_whole_on_each_of_them(ranks, lose):
+    ranks("ab", ["save_local", 1], ["save_local", 2], ["close"], replication_factor=2)
+    (answers,) = ranks("aa", ["load_local"], replication_factor=2)
+    assert [answer["value"] for answer in answers] == [[200.0], [201.0]]
+    assert all(gets(answer) == {} for answer in answers)

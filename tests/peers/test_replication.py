@@ -65,6 +65,15 @@ def test_drains_replicate_after_all_trainers_have_died(ranks, memory_dir):
             time.sleep(0.02)
 
 
+@pytest.mark.matrix
+def test_closing_at_once_still_sends_what_was_saved(ranks):
+    saves = [["save", step, {"settles": False}] for step in (1, 2)]
+    *_, seconds = ranks("ab", *saves, ["close"], replication_factor=2)
+    assert max(seconds) < 20
+    (answers,) = ranks("ab", ["held"])
+    assert copies(answers, 2) == [[1], [0]]
+
+
 # ----------------------------------------------------------------------------------------- failures
 def test_a_dead_peer_costs_a_warning_and_a_count_and_the_part_stays(ranks):
     *_, saved, waited = ranks(

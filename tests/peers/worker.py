@@ -1,12 +1,16 @@
 """One rank of a job whose parts have copies on peers; steps as in ``tests/dcp/worker.py``, which it builds on."""
 
+import contextlib
 import errno
 import importlib
+import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,7 @@ import worker as base
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from support.clocks import hurry as hurry_clock
+from support.networks import enter_network
 from support.supporting import build
 
 from tiered_checkpoint_io import dcp as ours
@@ -23,6 +28,7 @@ from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.ranks.run import Run
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores.peer import PeerStore
 
 IO = []
 SETTLE_S = 30.0
@@ -208,6 +214,45 @@ def save_alone(job, seed, rank, size=50_000):
     return time.monotonic() - began
 
 
+def cut_while_reading(job, rank, at):
+    """Cuts a rank's network before the n-th piece that it reads next of another node's memory."""
+    if dist.get_rank() != rank:
+        return
+    read_pieces, read = PeerStore.read_pieces, []
+
+    def cutting(self, key, offset, pieces, filled):
+        read.append(key)
+        if len(read) == at:
+            PeerStore.read_pieces = read_pieces
+            link_set(job, "down")
+        read_pieces(self, key, offset, pieces, filled)
+
+    PeerStore.read_pieces = cutting
+
+
+def link_set(job, state, rank=None):
+    """Cuts or mends the cable of this rank's network."""
+    if rank in (None, dist.get_rank()):
+        subprocess.run(["ip", "link", "set", job["netns"]["device"], state], check=True)
+
+
+def mark(job, rank, name):
+    """Makes a mark for the other rank, which can't be reached over the network."""
+    if dist.get_rank() == rank:
+        marks(job, name).touch()
+
+
+def await_mark(job, rank, name, seconds=40):
+    deadline = time.monotonic() + seconds
+    while dist.get_rank() == rank and not marks(job, name).exists():
+        assert time.monotonic() < deadline, f"{name} does not come"
+        time.sleep(0.05)
+
+
+def marks(job, name):
+    return Path(job["answer"]).with_name(f"mark-{name}")
+
+
 def wait_for_copies(job, rank, seconds):
     """Returns the time until nothing was on its way from a rank."""
     if dist.get_rank() != rank:
@@ -216,6 +261,18 @@ def wait_for_copies(job, rank, seconds):
     while session._peering.pending and time.monotonic() < began + seconds:
         time.sleep(0.05)
     return {"seconds": time.monotonic() - began, "pending": session._peering.pending, **held(job)}
+
+
+def save_until_copied(job, rank, seeds):
+    """Saves one step after the other until one gets to the peer; returns this step."""
+    if dist.get_rank() == rank:
+        for seed in seeds:
+            before = session_of(job).counts["replicated"]
+            save_alone(job, seed, rank)
+            wait_for_copies(job, rank, 30)
+            if session_of(job).counts["replicated"] > before:
+                return seed
+    return None
 
 
 def meet_all(job):
@@ -275,15 +332,18 @@ def load_failing(job, kind, seed, rank, where, dies=False):
 
 
 def counted(job, step, *arguments):
-    """Runs a step; returns the package's exchanges in it, and DCP's own."""
+    """Runs a step; returns the package's exchanges in it, DCP's own, and how many sockets were opened until the last."""
     dist.barrier()
-    calls, real = {"tiered_checkpoint_io": [], "torch": []}, {name: getattr(dist, name) for name in EXCHANGES}
+    calls, before = {"tiered_checkpoint_io": [], "torch": []}, sockets()
+    real, opened = {name: getattr(dist, name) for name in EXCHANGES}, []
 
     def counting(name):
         def call(*args, **options):
+            answer = real[name](*args, **options)
             caller = sys._getframe(1).f_globals["__name__"].partition(".")[0]
             calls.get(caller, []).append(name)
-            return real[name](*args, **options)
+            opened.append(sockets() - before)
+            return answer
 
         return call
 
@@ -294,7 +354,15 @@ def counted(job, step, *arguments):
     finally:
         for name, function in real.items():
             setattr(dist, name, function)
-    return {"answer": answer, "ours": calls["tiered_checkpoint_io"], "dcp": calls["torch"]}
+    return {"answer": answer, "ours": calls["tiered_checkpoint_io"], "dcp": calls["torch"], "sockets": max(opened)}
+
+
+def sockets():
+    found = 0
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{each}").startswith("socket:")
+    return found
 
 
 def close(job):
@@ -314,4 +382,6 @@ for each in [name for name in globals() if not name.startswith("_")]:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
     hurry_clock(local_poll_s=0.02, store_rest_s=0.05)
+    if "netns" in json.loads(sys.argv[1]):
+        enter_network(json.loads(sys.argv[1])["netns"])
     base.main()
