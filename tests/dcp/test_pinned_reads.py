@@ -37,7 +37,7 @@ GPU = pytest.param(
 )
 
 
-class Late(dcp_reader.DeviceCopies):
+class Late(dcp_reader.PinnedReads):
     """A device that copies at the last moment: once it is waited for."""
 
     under_way = 0
@@ -62,7 +62,7 @@ def device(request, monkeypatch):
     if request.param == "cuda":
         return "cuda"
     monkeypatch.setattr(dcp_reader, "is_on_device", lambda tensor: tensor.dtype != ON_HOST)
-    monkeypatch.setattr(dcp_reader, "DeviceCopies", Late)
+    monkeypatch.setattr(dcp_reader, "PinnedReads", Late)
     return "cpu"
 
 
@@ -177,8 +177,8 @@ def test_tensors_of_several_files_that_others_saved_as_parts(config, device, ran
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_copies_from_pinned_memory(config, monkeypatch):
-    made, before = [], dcp_reader.DeviceCopies.buffer
-    monkeypatch.setattr(dcp_reader.DeviceCopies, "buffer", lambda self, n: made.append(before(self, n)) or made[-1])
+    made, before = [], dcp_reader.PinnedReads.buffer
+    monkeypatch.setattr(dcp_reader.PinnedReads, "buffer", lambda self, n: made.append(before(self, n)) or made[-1])
     weight = torch.nn.Parameter(torch.randn(100 << 20, device="cuda"))
     saved = weight.detach().clone()
     save({"w": weight}, config, save_to_s3=False)

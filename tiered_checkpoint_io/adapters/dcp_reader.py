@@ -330,11 +330,12 @@ def batches_of(
     yield batch
 
 
-class DeviceCopies:
-    """Copies from the host's memory to CUDA devices."""
+class PinnedReads:
+    """The reads of one load, and copies to CUDA devices; its buffers go with it."""
 
-    def __init__(self, log: Logger) -> None:
-        self._log = log
+    def __init__(self, files: ShardFiles, log: Logger) -> None:
+        self._files, self._log = files, log
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Allocates pinned memory; ordinary memory if there is none: the host then waits for each copy."""
@@ -360,15 +361,6 @@ class DeviceCopies:
 
         return wait
 
-
-class PinnedReads:
-    """The reads of one load; its buffers go with it."""
-
-    def __init__(self, files: ShardFiles, log: Logger) -> None:
-        self._files = files
-        self._copies = DeviceCopies(log)
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
-
     def fill(self, basename: str, targets: Sequence[Target], on_device: Sequence[OnDevice]) -> None:
         """Fills targets as :meth:`ShardFiles.fill`, and tensors on devices; no copy is under way when it ends."""
         if not on_device:
@@ -386,13 +378,13 @@ class PinnedReads:
                 at = number % 2
                 waits[at]()
                 if len(self._buffers[at]) < size:
-                    self._buffers[at] = self._copies.buffer(size)
+                    self._buffers[at] = self.buffer(size)
                 memory = self._buffers[at][: batch.nbytes]
                 sources = memory.split_with_sizes([len(tensor) for _, tensor in batch.on_device])
                 pairs = list(zip(batch.on_device, sources, strict=True))
                 staged = [(offset, source.numpy().data) for (offset, _), source in pairs]
                 self._files.fill(basename, [*batch.targets, *staged])
-                waits[at] = self._copies.begin([(tensor, source) for (_, tensor), source in pairs])
+                waits[at] = self.begin([(tensor, source) for (_, tensor), source in pairs])
         finally:
             for wait in waits:
                 wait()
