@@ -125,7 +125,7 @@ class Verify(Output, Address, Nodes):
         damaged = [part for each in node for part in each.damaged if place in (None, part.place)]
         found: list[DurableCheckpoint] = []
         if config is not None and asks:
-            found = ask(config, lambda store: _look(store, wanted, held))
+            found = ask(config, lambda store: _look(store, wanted, in_memory=bool(held)))
         if wanted == ids.LATEST:
             # What a restart on this node would take.
             meant = next(iter(resumable(found, (each.stored for each in held))), None)
@@ -151,16 +151,11 @@ class Verify(Output, Address, Nodes):
         raise typer.Exit(0 if good else 1)
 
 
-def _look(store: Store, wanted: str | None, held: Sequence[object]) -> list[DurableCheckpoint]:
-    """Returns the durable tier's checkpoints, or those of a name; none at all is no error if memory has something."""
-    if wanted not in (None, ids.LATEST):
-        return [each for each in [read(store, wanted)] if each.is_there]
-    try:
-        return checkpoints(store)
-    except CheckpointNotFoundError:
-        if held:
-            return []
-        raise
+def _look(store: Store, wanted: str | None, *, in_memory: bool) -> list[DurableCheckpoint]:
+    """Returns the durable tier's checkpoints, or those of a name."""
+    if wanted in (None, ids.LATEST):
+        return checkpoints(store, in_memory=in_memory)
+    return [each for each in [read(store, wanted)] if each.is_there]
 
 
 def check_part(held: HeldPart, count: Callable[[int], None]) -> Checked:

@@ -76,10 +76,15 @@ def read_all(store: Store, view: DurableView | None = None, clock: Clock = SYSTE
     return [each for each in found if (targets.get(each.name) or each.name) in own]
 
 
-def checkpoints(store: Store, view: DurableView | None = None, clock: Clock = SYSTEM) -> list[DurableCheckpoint]:
-    """Does :func:`read_all`; raises CheckpointNotFoundError if there is no directory, or no object below the URL."""
+def checkpoints(
+    store: Store, view: DurableView | None = None, clock: Clock = SYSTEM, *, in_memory: bool = False
+) -> list[DurableCheckpoint]:
+    """Does :func:`read_all`; raises CheckpointNotFoundError if there is no directory, or no object below the URL.
+
+    ``in_memory`` is true if node memory has checkpoints of this tier: then it may have none yet.
+    """
     found = read_all(store, view, clock)
-    if not found and not _exists(store):
+    if not (found or in_memory or _exists(store)):
         raise CheckpointNotFoundError(
             "there is nothing at this dirpath", operation="list", tier="durable", key=store.url, hint="check dirpath"
         )
@@ -345,13 +350,8 @@ class Tiers:
         node = look_at_node(self._memory_dir) if self._memory_dir is not None else []
         if store is None:
             return Look(self._place, node)
-        try:
-            found = checkpoints(store, self._view, self.clock)
-        except CheckpointNotFoundError:
-            if self._place not in places_of(node):
-                raise
-            found = []
-        return Look(self._place, node, found)
+        in_memory = self._place in places_of(node)
+        return Look(self._place, node, checkpoints(store, self._view, self.clock, in_memory=in_memory))
 
     def ask(self, work: Callable[[Store], _T]) -> _T:
         """Returns the result of ``work`` on the durable tier; raises StoreError if that is silent."""
