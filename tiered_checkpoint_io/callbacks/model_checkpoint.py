@@ -34,7 +34,7 @@ from tiered_checkpoint_io.callbacks.trainer import (
     trained_weights,
 )
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, passes, tiers_for_step
-from tiered_checkpoint_io.engine.drain.status import SaveReport
+from tiered_checkpoint_io.engine.drain.status import SaveReport, looking
 from tiered_checkpoint_io.engine.save.facts import last_saves
 from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
@@ -504,16 +504,20 @@ class TieredModelCheckpoint(ModelCheckpoint):
     def _is_in_memory_alone(self) -> bool:
         """Returns True if the newest checkpoint to resume from is not, and will not be, on the durable tier."""
         session, restored = self._engine.session, self._engine.restored
-        if session.last_save is None and restored is not None and not restored.is_durable:
-            # It came from memory, perhaps only that of other nodes.
-            queued = (each for each in session.open().tier.parts() if each.part.durable)
-            return restored.name in self._engine.also_last or all(each.save_id != restored.save_id for each in queued)
-        if session.last_save is None and (restored is None or restored.name in self._engine.also_last):
-            # Lightning has the latter removed when this fit ends.
-            return restored is not None
-        parts = [each.part for each in session.open().tier.parts() if each.part.place == session.place]
-        # In the order of their saves.
-        return not next((each.durable for each in reversed(parts) if each.content.resumable), True)
+        has_saved = session.last_save is not None
+        if not has_saved and (restored is None or restored.is_durable or restored.name in self._engine.also_last):
+            # Lightning has the last of these removed when this fit ends.
+            return restored is not None and restored.name in self._engine.also_last
+
+        def look() -> bool:
+            parts = [each.part for each in session.open().tier.parts() if each.part.place == session.place]
+            if restored is not None and not has_saved:
+                # It came from memory, perhaps only that of other nodes.
+                return not any(each.durable for each in parts if each.save_id == restored.save_id)
+            # In the order of their saves.
+            return not next((each.durable for each in reversed(parts) if each.content.resumable), True)
+
+        return looking(session.log, look, otherwise=True)
 
     def _look_after(self, trainer: Trainer) -> None:
         """Reads the drain's outcomes, and passes them on to every callback of this kind."""
