@@ -104,6 +104,28 @@ def test_each_part_gets_to_as_many_machines_as_it_is_to_and_only_then_counts(clu
         assert len(cluster.machines_with("save1", rank)) == max(1, cluster.group.factor)
 
 
+def test_parts_of_ranks_on_one_machine_go_to_the_nodes_of_another():
+    cluster = Cluster("aabb", 2, 4)
+    cluster.save(1)
+    cluster.round()
+    assert [sorted(rank for _, rank in held) for held in cluster.held] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_a_node_that_may_not_know_of_the_orders_or_has_begun_to_remove_its_part_does_not_count():
+    cluster = Cluster("ab", 2, 1)
+    cluster.held[0]["save1", 0] = cluster.held[1]["save1", 0] = "own"
+    cluster.round()
+    cluster.round(silent=[1])
+    assert not cluster.replicated()
+    held = Held("save1", 0, 1, "form", is_kept=False, replicated=False)
+    reports = {0: cluster.report(0), 1: Report(cluster.done[0].name, (held,))}
+    cluster.leader.take(reports, cluster.now)
+    assert not cluster.leader.orders(0).replicated
+    cluster.round()
+    cluster.round()
+    assert cluster.replicated() == {"save1"}
+
+
 def test_a_save_that_does_not_get_to_a_silent_node_is_given_up_and_the_newest_is_next():
     cluster = Cluster("ab", 2, 1)
     cluster.save(1)
