@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -109,6 +110,8 @@ class Drain:
         self._surveys: dict[Place, sweep.Survey] = {}
         #: Time of the next refresh of live saves.
         self._refresh_at, self._refreshing = -math.inf, threading.Lock()
+        #: Parts that were sent, by their saves: memory may drop them before the save is committed.
+        self._sent: dict[str, StoredPart] = {}
         self._replicas = Replicas(root, self._tier, self._log, clock)
         serves = stay or for_trainer
         self._server = Server(root, self._tier, self._log, clock, self._replicas) if serves else None
@@ -340,6 +343,8 @@ class Drain:
             if not is_alone:
                 with contextlib.nullcontext() if commit.is_sent(journal) else self._begun.sending(stored.op_id, clock):
                     fate = commit.put_part(store, part, files, journal=journal, progress=self._progress, clock=clock)
+                if fate == "sent" and not part.commits:
+                    self._sent[part.save_id] = replace(stored, drained=True)
                 if fate == "replaced" or not part.commits:
                     return fate
                 if fate == "sent" and (rows := self._begun.gather(store, part, timeout_s, clock)) is None:
@@ -372,18 +377,21 @@ class Drain:
         return float(self._stores.config.support.sweep_age_s)
 
     def _keep_alive(self) -> None:
-        """Refreshes, now and then, the live saves of several parts of which this node has one; for many threads."""
+        """Refreshes, now and then, the live saves of which this node has, or has sent, one of several parts."""
         clock = self._clock
         if clock.monotonic() < self._refresh_at or not self._refreshing.acquire(blocking=False):
             return
         try:
             # A failed refresh is repeated well within the age.
             with contextlib.suppress(TieredCheckpointError, OSError):
+                sent = dict(self._sent)
                 parts = [each for each in self._tier.parts() if each.part.durable and each.part.content.parts > 1]
-                for save_id, place in sorted(
-                    {each.save_id: each.part.place for each in parts if self._lives(each, parts)}.items()
-                ):
-                    sweep.refresh(self._stores.get(place), save_id)
+                parts += sent.values()
+                live = {each.save_id: each.part.place for each in parts if self._lives(each, parts)}
+                for save_id in sent.keys() - live.keys():
+                    del self._sent[save_id]
+                for save_id in sorted(live):
+                    sweep.refresh(self._stores.get(live[save_id]), save_id)
             with contextlib.suppress(TieredCheckpointError, OSError):
                 self._refresh_at = clock.monotonic() + self._age_s() / _REFRESHES
         finally:
