@@ -1,9 +1,11 @@
 """Preflight before the first batch: one error if no retry can help, else a warning."""
 
+import contextlib
 import logging
 import secrets
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from support.clocks import hurried
 from support.fault_proxy import in_region, refuse, stall, where
 from support.iam import Judge, policy
@@ -225,3 +227,41 @@ def test_what_may_pass_is_one_warning_with_the_deadline(server, runs, proxy, tmp
     (line,) = said
     assert (error, line.startswith("preflight: "), told in line) == (None, True, True), line
     assert "unless ckpt_path needs an answer from there: a save waits at most 7 s for the durable tier" in line
+
+
+def test_not_asking_for_the_checkpoint_that_is_there_is_one_warning(runs):
+    def hints(said):
+        return [line for line in said if "ckpt_path" in line]
+
+    callback = TieredModelCheckpoint(memory_every_n_train_steps=1, s3_every_n_train_steps=2)
+    trainer, error, said = fit(runs, callback=callback)
+    assert (error, hints(said)) == (None, [])
+    # Its own checkpoints are no news to a trainer.
+    trainer.fit_loop.epoch_loop.max_steps = 5
+    trainer.fit(Model())
+    assert hints(said) == []
+    assert hints(fit(runs, ckpt_path="tiered:latest", memory_steps=False)[2]) == []
+    (line,) = hints(fit(runs, memory_steps=False)[2])
+    assert "ckpt_path='tiered:latest' would resume from memory/epoch=1-step=5.ckpt (step 5, memory tier)" in line
+    runs.wipe()
+    (line,) = hints(fit(runs, memory_steps=False, namespace=f"other-{secrets.token_hex(2)}")[2])
+    assert "would resume from epoch=1-step=4.ckpt (step 4, durable tier)" in line
+    assert probes(runs) == []
+
+
+@pytest.mark.parametrize(
+    "stock", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["ours", "Lightning's own"]
+)
+def test_last_that_is_not_found_is_one_warning_that_names_the_newest(stock, runs):
+    """Else a script that resumes from "last" would start from scratch each time, without a word of what is there."""
+    make = ModelCheckpoint if stock else TieredModelCheckpoint
+    assert fit(runs, callback=make(every_n_train_steps=2, save_last=stock))[1] is None
+    with contextlib.ExitStack() as warned:
+        if stock:
+            warned.enter_context(pytest.warns(UserWarning, match="there is no last checkpoint available"))
+        trainer, error, said = fit(runs, ckpt_path="last", callback=make(every_n_train_steps=2, save_last=stock))
+    assert (error, trainer.global_step) == (None, 3)
+    (line,) = (line for line in said if "ckpt_path" in line)
+    assert "so training does not resume; ckpt_path='tiered:latest' would resume from" in line
+    assert ("or with 'last', which Lightning's own ModelCheckpoint can't find there" in line) == stock
+    assert ("there is no last checkpoint (save_last is off" in line) != stock

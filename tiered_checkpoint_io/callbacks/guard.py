@@ -21,7 +21,7 @@ from tiered_checkpoint_io.callbacks.trainer import (
     on_rank_0,
     refuse_nemo_averages,
 )
-from tiered_checkpoint_io.engine.preflight import Need, preflight
+from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.metrics import Recording
@@ -42,6 +42,8 @@ class StrategyGuard(Callback):
     def __init__(self) -> None:
         self._recording = Recording()
         self._overlapping: OverlappedCapture | None = None
+        #: True if a callback was Lightning's own when ckpt_path was resolved.
+        self._adopted = False
         #: True if room for a first save is still to be made, and the step that training began with.
         self._prepares, self._began_at = False, 0
         self._has_trained = self._has_ended = False
@@ -61,6 +63,7 @@ class StrategyGuard(Callback):
             # dirpath a folder, which a later fit would keep.
             if type(callback) is ModelCheckpoint and (stage == "fit" or not callback.dirpath):
                 _place(callback, trainer, io)
+                self._adopted = True
         if stage != "fit":
             return
         self._has_trained = self._has_ended = False
@@ -110,7 +113,7 @@ class StrategyGuard(Callback):
             io.checkpointer.session.warn("mixed steps", text)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Begins the record of this training; sees which ranks prepare room for a first save."""
+        """Warns on rank 0 of checkpoints that ``fit`` did not resume from."""
         self._has_trained = True
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
@@ -122,6 +125,32 @@ class StrategyGuard(Callback):
         shards: bool | None = getattr(trainer.strategy, "_saves_shards", None)
         self._began_at = trainer.global_step
         self._prepares = any(_saves(trainer)) and (trainer.is_global_zero if shards is None else shards)
+        if trainer.is_global_zero:
+            self._warn_of_fresh_start(trainer, io)
+
+    def _warn_of_fresh_start(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
+        # In setup, Lightning does not show ckpt_path yet. If tiered:latest finds no checkpoint, there is no name.
+        looked_for_last = trainer.ckpt_path in (ids.LAST, ids.LAST_URL) and io.found_nothing
+        engine, session = io.checkpointer, io.checkpointer.session
+        is_first = session.last_save is None and engine.restored is None and "ckpt_path" not in session.warned
+        if (trainer.ckpt_path is not None and not looked_for_last) or io.config.preflight == "off" or not is_first:
+            return
+        session.warned.add("ckpt_path")
+        found = newest(session)
+        if found is not None:
+            why = "fit was called without ckpt_path"
+            if looked_for_last:
+                why = "there is no last checkpoint (save_last is off, or it was not yet saved)"
+            elif self._adopted:
+                why += ", or with 'last', which Lightning's own ModelCheckpoint can't find there"
+            session.log.warning(
+                "%s, so training does not resume; ckpt_path=%r would resume from %s (step %d, %s tier)",
+                why,
+                ids.LATEST,
+                found.name,
+                found.content.step,
+                "memory" if found.held else "durable",
+            )
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Notes the step, every few seconds; after the first step, makes room for the first save.

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.restore.catalog import tiers_of
+from tiered_checkpoint_io.engine.ranks.coordination import node_of
+from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, discover, look, queued_aliases, tiers_of
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Selector, choose
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, MemoryTierError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.logs import size_text
@@ -98,6 +100,30 @@ def preflight(session: Session, need: Need) -> None:
         if each.permanent and config.preflight == "error":
             reason = ", because node memory holds a checkpoint to resume from" + each.unless
         session.log.warning("preflight: %s; training continues%s: %s", each.error, reason, each.consequence)
+
+
+def newest(session: Session) -> Candidate | None:
+    """Returns the candidate of ``tiered:latest``, as far as this rank sees; ignores a durable tier in trouble.
+
+    The session's saves come after all that is seen, independently of this machine's clock.
+    """
+    selector = Selector("latest")
+    tiers = replace(tiers_of(session, session.config), on_listed=lambda _: None)
+    here = look(tiers, 0)
+    aliases = queued_aliases([here])
+
+    def ask(store: Store) -> DurableCatalog:
+        return discover(replace(tiers, store=lambda: store), selector, aliases)
+
+    found = DurableCatalog()
+    with contextlib.suppress(TieredCheckpointError):
+        found = _asked(session.config, session.clock, ask)
+    for manifest in found.manifests:
+        session.save_ids.follow(manifest.content.save_id)
+    node = node_of(tiers.memory.root)
+    catalog = Catalog({node: here.held}, found.manifests, aliases)
+    # Local checkpoints are not this training's.
+    return next(iter(choose(catalog, selector, "sharded", replicas=True)), None)
 
 
 # ----------------------------------------------------------------------------------- judgement
