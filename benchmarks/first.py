@@ -105,8 +105,8 @@ def run(way: str, folder: str, mebibytes: int) -> dict[str, Any]:
 def child(way: str, mebibytes: int) -> dict[str, Any]:
     with shm_folder() as folder:
         command = [sys.executable, "-W", "ignore", __file__, "--run", way, folder, "--mebibytes", str(mebibytes)]
-        told = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True).stdout
-    figures: dict[str, Any] = json.loads(told.strip().splitlines()[-1])
+        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True).stdout
+    figures: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
     return figures
 
 

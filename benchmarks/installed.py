@@ -88,7 +88,7 @@ class Ours(Contender):
 
     @contextlib.contextmanager
     def hashing_later(self) -> Iterator[None]:
-        """Saves hash once all is copied, and not on the way, so that both can be told apart."""
+        """Saves hash once all is copied, and not on the way, so that the two differ."""
         from tiered_checkpoint_io.engine.save.saver import PartSave
 
         original = PartSave.fill

@@ -45,9 +45,9 @@ def train(way: str, folder: str, url: str, mebibytes: int, *, is_first: bool) ->
         from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 
     def tell(word: str) -> None:
-        os.write(told, f"{word} {time.time()}\n".encode())
+        os.write(output, f"{word} {time.time()}\n".encode())
 
-    told = os.dup(1)
+    output = os.dup(1)
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -67,11 +67,11 @@ def two_ranks(arguments: Sequence[object], *, nodes: int, limit_s: float | None 
             env = {**os.environ, "OMP_NUM_THREADS": "1", **job_env(rank, 2, port, nodes=nodes)}
             ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
             stack.callback(ranks[-1].kill)
-        told, _ = ranks[0].communicate(timeout=limit_s)
+        printed, _ = ranks[0].communicate(timeout=limit_s)
         if ranks[0].returncode:
             raise RuntimeError(f"the first rank ended with {ranks[0].returncode}")
         ranks[1].communicate(timeout=_LAST_RANK_S)
-    return json.loads(told.strip().splitlines()[-1])
+    return json.loads(printed.strip().splitlines()[-1])
 
 
 def spread_of(seconds: Sequence[float]) -> list[str]:

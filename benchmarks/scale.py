@@ -136,7 +136,7 @@ def requests(counts: dict[str, int]) -> str:
 
 def run(store: Any, parts: int) -> dict[str, str]:
     """All measurements; what the last line says."""
-    told = print
+    say = print
     descriptions = [part_of(CHECKPOINTS, rank, parts) for rank in range(parts)]
     rows = {part.rank: IndexRow.of(part) for part in descriptions}
     for number in range(1, CHECKPOINTS):
@@ -161,27 +161,27 @@ def run(store: Any, parts: int) -> dict[str, str]:
 
     _, seconds, counts = counted(store, whole_commit)
     commit_requests = sum(count for key, count in counts.items() if key.startswith("requests."))
-    told(f"commit of {parts} parts: {commit_requests} requests ({requests(counts)}), {seconds:.1f} s")
+    say(f"commit of {parts} parts: {commit_requests} requests ({requests(counts)}), {seconds:.1f} s")
     head = store.get(ids.manifest_key(own.name))
     index = store.get(ids.index_key(own.save_id))
-    told(f"head: {len(head)} bytes; index: {len(index)} bytes; a description: {len(descriptions[1].to_json())} bytes")
+    say(f"head: {len(head)} bytes; index: {len(index)} bytes; a description: {len(descriptions[1].to_json())} bytes")
 
     known, discovery_s, counts = counted(store, lambda: discovered(store))
     discovery_bytes = counts["bytes.down"]
-    told(f"discovery of {len(known)} sharded: {discovery_bytes} bytes, {discovery_s:.2f} s ({requests(counts)})")
+    say(f"discovery of {len(known)} sharded: {discovery_bytes} bytes, {discovery_s:.2f} s ({requests(counts)})")
     memory: dict[str, list[Held]] = {}
     for part in descriptions:
         node = f"node{part.rank // _RANKS_OF_A_NODE}"
         memory.setdefault(node, []).append(Held(part.name, part.rank, part.content, part.commits))
     (best, *_), choice_s, _ = counted(store, lambda: choose(Catalog(memory, known), Selector("latest"), "sharded"))
     assert best.save_id == own.save_id
-    told(f"choice among the parts of {parts} ranks and {len(known)} heads: {choice_s:.2f} s")
+    say(f"choice among the parts of {parts} ranks and {len(known)} heads: {choice_s:.2f} s")
 
     content = next(each.content for each in known if each.name == own.name)
     entries, seconds, counts = counted(store, lambda: files_of(store, content).of_rank(parts - 1))
     assert entries == descriptions[-1].content.files
     restore_index_bytes = counts["bytes.down"]
-    told(f"the files of one rank: {restore_index_bytes} bytes, {seconds:.2f} s ({requests(counts)})")
+    say(f"the files of one rank: {restore_index_bytes} bytes, {seconds:.2f} s ({requests(counts)})")
     return {
         "head_bytes": str(len(head)),
         "discovery_bytes": str(discovery_bytes),

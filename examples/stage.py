@@ -38,13 +38,13 @@ class Stage:
     folder: Path
     env: dict[str, str]
 
-    def live(self, script: str, run: str, *told: str, kill_after: int | None = None) -> dict[str, Any]:
+    def live(self, script: str, run: str, *further: str, kill_after: int | None = None) -> dict[str, Any]:
         """One life of a trainer, to its end or until it is killed, with all processes that it started.
 
         Args:
             script: Is run as ``script --train DIRPATH MEMORY_DIR REPORT ...``.
             run: The folder of its checkpoints.
-            told: Further arguments.
+            further: Further arguments.
             kill_after: The step after which all of its processes get SIGKILL.
 
         Returns:
@@ -55,7 +55,7 @@ class Stage:
         report.touch()
         began = time.monotonic()
         with open(self.folder / "trainer.log", "ab") as log:
-            arguments = ["--train", f"{self.base}/{run}", self.memory_dir, str(report), *told]
+            arguments = ["--train", f"{self.base}/{run}", self.memory_dir, str(report), *further]
             trainer = subprocess.Popen(
                 [sys.executable, "-W", "ignore", script, *arguments],
                 env=self.env,

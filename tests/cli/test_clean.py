@@ -95,10 +95,12 @@ NEWEST = "its newest checkpoint 2.ckpt (step 2) is not on the durable tier"
 def test_a_dry_run_warns_of_what_would_be_lost_and_yes_deletes_it(node, prepare, said):
     prepare(node)
     before = sorted(node.root.rglob("part.json"))
-    told = clean(node)
-    assert (told.exit_code, said in told.stderr, "would go; delete with --yes" in told.stdout) == (1, True, True), (
-        told.stderr
-    )
+    refused = clean(node)
+    assert (refused.exit_code, said in refused.stderr, "would go; delete with --yes" in refused.stdout) == (
+        1,
+        True,
+        True,
+    ), refused.stderr
     assert sorted(node.root.rglob("part.json")) == before
     rows = document_of("clean", clean(node, "--json"))["checkpoints"]
     unread = [each["problem"] for each in rows if each["state"] in ("corrupt", "newer_release")]
@@ -167,9 +169,9 @@ def test_what_is_durable_or_not_the_newest_is_nothing_to_warn_of(node):
     node.save("3.ckpt", b"C")
     node.save("weights.ckpt", b"W", durable=False, resumable=False)
     node.drain()
-    told = clean(node)
-    assert (told.exit_code, told.stderr) == (0, "")
-    assert f"4 parts, 0.00 KiB, and {node.root} would go" in told.stdout
+    refused = clean(node)
+    assert (refused.exit_code, refused.stderr) == (0, "")
+    assert f"4 parts, 0.00 KiB, and {node.root} would go" in refused.stdout
     done = clean(node, "--yes")
     assert (done.exit_code, f"removed 4 parts, 0.00 KiB, and {node.root}" in done.stdout) == (0, True)
 
@@ -178,7 +180,7 @@ def test_it_warns_if_it_can_not_ask(memory_dir, monkeypatch):
     with silent_server(monkeypatch) as endpoint:
         node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint, durable_timeout_s=1)
         node.save("1.ckpt", b"A", durable=False)
-        told = clean(node)
-    assert told.exit_code == 1
-    assert "could not check whether its newest checkpoint 1.ckpt" in told.stderr
+        refused = clean(node)
+    assert refused.exit_code == 1
+    assert "could not check whether its newest checkpoint 1.ckpt" in refused.stderr
     assert len(node.tier.parts()) == 1

@@ -75,8 +75,8 @@ def test_torchrun_leaves_training_its_grace_time(monkeypatch):
     assert not [each for each in container["command"] if "shutdown" in each]
     for each in container["env"]:
         monkeypatch.setenv(each["name"], each["value"])
-    told = torch.distributed.run.get_args_parser().parse_args(container["command"][1:])
-    config, *_ = torch.distributed.run.config_from_args(told)
+    parsed = torch.distributed.run.get_args_parser().parse_args(container["command"][1:])
+    config, *_ = torch.distributed.run.config_from_args(parsed)
     assert 30 < config.shutdown_timeout < pod["terminationGracePeriodSeconds"]
 
 

@@ -135,8 +135,8 @@ def test_what_other_nodes_upload_or_commit_is_not_called_durable(node, memory_di
         node.tier.mark_drained(next(each for each in node.tier.parts() if each.op_id == op))
 
     def rows(*where):
-        told = json.loads(command("ls", *where, "--memory-dir", memory_dir, "--json").stdout)["checkpoints"]
-        return {row["name"]: (row["state"], "can't tell" in row["problem"]) for row in told}
+        printed = json.loads(command("ls", *where, "--memory-dir", memory_dir, "--json").stdout)["checkpoints"]
+        return {row["name"]: (row["state"], "can't tell" in row["problem"]) for row in printed}
 
     os.makedirs(node.dirpath)
     part, files = make_part("kept", 2, 0)

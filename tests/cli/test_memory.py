@@ -111,7 +111,7 @@ def test_a_machine_without_node_memory_verifies_the_durable_tier(drained, monkey
     assert (done.exit_code, done.stdout) == (0, verified(("intact", "durable", "a.ckpt")))
 
 
-def told(name, *arguments, status=0):
+def printed(name, *arguments, status=0):
     """Returns the one document that a command prints."""
     done = command(name, *arguments, "--json")
     assert done.exit_code == status, (done.stderr, done.exception)
@@ -122,34 +122,34 @@ def test_commands_answer_programs(node, memory_dir, tmp_path):
     where = ("--memory-dir", memory_dir)
     node.save("1.ckpt", b"A" * 1000, metric=Metric("val_loss", float("nan")), writer={"torch": "2"})
     node.alias("last.ckpt", "1.ckpt")
-    (namespace,) = told("status", *where)["namespaces"]
+    (namespace,) = printed("status", *where)["namespaces"]
     assert [(each["action"], each["target"]) for each in namespace["waiting"]] == [("save", ""), ("alias", "1.ckpt")]
     assert [(each["state"], each["tier"]) for each in namespace["parts"]] == [("waiting", "memory")]
     node.drain()
-    (namespace,) = told("status", *where)["namespaces"]
+    (namespace,) = printed("status", *where)["namespaces"]
     assert [(each["name"], each["state"]) for each in namespace["outcomes"]] == [
         ("1.ckpt", "committed"),
         ("last.ckpt", "committed"),
     ]
     node.save("1.ckpt", b"BB", durable=False)
-    (first, second, alias) = told("ls", node.dirpath, *where)["checkpoints"]
+    (first, second, alias) = printed("ls", node.dirpath, *where)["checkpoints"]
     assert (first["state"], second["state"], alias["alias_of"]) == ("memory_only", "durable", "1.ckpt")
     assert second["metric"] == {"monitor": "val_loss", "value": None}
-    assert len(told("ls", *where)["checkpoints"]) == 2
-    later, earlier = told("ls", node.dirpath, "1.ckpt", *where)["checkpoints"]
+    assert len(printed("ls", *where)["checkpoints"]) == 2
+    later, earlier = printed("ls", node.dirpath, "1.ckpt", *where)["checkpoints"]
     assert (later["manifest_key"], earlier["manifest_key"]) == (None, ".tiered/manifests/1.ckpt.json")
     assert (earlier["aliases"], earlier["writer"]) == (["last.ckpt"], {"torch": "2"})
     assert earlier["files"] == [{"path": "1.ckpt", "size_bytes": 1000}]
-    (namespace,) = told("status", *where)["namespaces"]
+    (namespace,) = printed("status", *where)["namespaces"]
     assert [*earlier["held_parts"], *later["held_parts"]] == namespace["parts"]
-    shown = told("clean", *where, status=1)
+    shown = printed("clean", *where, status=1)
     assert (shown["dry_run"], shown["checkpoints"][0]["size_bytes"], len(shown["warnings"])) == (True, 2, 1)
-    assert told("clean", *where, "--yes")["checkpoints"] == shown["checkpoints"]
-    assert told("clean", *where)["checkpoints"] == []
-    assert told("status", *where) == {"version": 1, "command": "status", "namespaces": []}
+    assert printed("clean", *where, "--yes")["checkpoints"] == shown["checkpoints"]
+    assert printed("clean", *where)["checkpoints"] == []
+    assert printed("status", *where) == {"version": 1, "command": "status", "namespaces": []}
     # A damaged part has a row, too.
     (tmp_path / "run/.tiered/manifests/1.ckpt.json").write_text("{")
-    assert [each["state"] for each in told("ls", node.dirpath, *where, status=1)["checkpoints"]] == [
+    assert [each["state"] for each in printed("ls", node.dirpath, *where, status=1)["checkpoints"]] == [
         "durable",
         "corrupt",
     ]

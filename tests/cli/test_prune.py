@@ -34,7 +34,7 @@ def s3(s3_url):
     store.close()
 
 
-def told(done):
+def printed(done):
     """Returns a table's decision for each checkpoint, and the lines behind the table."""
     header, *lines = done.stdout.splitlines()
     assert header.split("\t") == ["name", "decision", "step", "size", "kept by"], done.output
@@ -49,7 +49,7 @@ def test_a_bucket_is_cleared_up_after_a_look_at_what_would_go(s3):
     s3.put("notes.txt", b"mine")
     keep = ("--keep-latest", "1", "--keep-best", "1", "--metric", "val_loss")
     before = names(s3)
-    rows, lines = told(command("prune", s3.url, *keep))
+    rows, lines = printed(command("prune", s3.url, *keep))
     assert names(s3) == before, "a look deletes nothing"
     assert [name for name, (decision, _) in rows.items() if decision == "goes"] == ["c5", "c4", "c1"]
     assert rows["c6"] == ("stays", "newest, latest 1")
@@ -102,7 +102,7 @@ def test_what_the_server_refuses_stays_and_keeps_nothing_else(s3, s3_server, mon
         proxy.plan = locked(s3_server.client, bucket, "/manifests/c1.json", "/run/c2")
         done = command(*prune, "--yes")
         assert (done.exit_code, names(s3), files(s3)) == (1, ["c1", "c6"], ["c1", "c2", "c6"])
-        rows, lines = told(done)
+        rows, lines = printed(done)
         assert rows["c1"] == ("stays", "the server, which refuses to delete it") and rows["c2"] == ("removed", "")
         assert lines[0].startswith("removed 4, ")
         first, second = done.stderr.splitlines()

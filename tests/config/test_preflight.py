@@ -220,12 +220,12 @@ def test_what_may_pass_is_one_warning_with_the_deadline(server, runs, proxy, tmp
         command = f"sh -c 'while ! [ -e {ends} ]; do sleep 0.05; done'"
         (tmp_path / "config").write_text(f"[default]\ncredential_process = {command}\n")
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    told = {"away": "EndpointConnectionError", "busy": "SlowDown"}.get(server, "has not answered for 1 s")
-    with hurried(preflight_s=1.0 if "not answered" in told else 60.0):
+    expected = {"away": "EndpointConnectionError", "busy": "SlowDown"}.get(server, "has not answered for 1 s")
+    with hurried(preflight_s=1.0 if "not answered" in expected else 60.0):
         error, said = tried(runs, endpoint_url=endpoint, pending_timeout_s=7)
     ends.touch()
     (line,) = said
-    assert (error, line.startswith("preflight: "), told in line) == (None, True, True), line
+    assert (error, line.startswith("preflight: "), expected in line) == (None, True, True), line
     assert "unless ckpt_path needs an answer from there: a save waits at most 7 s for the durable tier" in line
 
 

@@ -110,8 +110,8 @@ def main():
             memory_dir = f"{folder}/memory"
             os.mkdir(memory_dir)
             started = time.monotonic()
-            told = {"dirpath": f"{folder}/durable", "memory_dir": memory_dir}
-            rows = [measure(memory_dir) for _ in life(told, options.saves)]
+            places = {"dirpath": f"{folder}/durable", "memory_dir": memory_dir}
+            rows = [measure(memory_dir) for _ in life(places, options.saves)]
             seconds = time.monotonic() - started
         console.print(f"{kind}: {options.saves} saves in {seconds:.0f} s", highlight=False)
         later = rows[len(rows) // 2 :]

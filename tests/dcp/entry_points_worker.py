@@ -80,17 +80,17 @@ class Ours:
     def __init__(self, job, case):
         self._options = {**job["options"], "namespace": case}
 
-    def writer(self, told, number):
-        return build(TieredStorageWriter, **self._options, save_to_s3=False, **self._named(told, number))
+    def writer(self, source, number):
+        return build(TieredStorageWriter, **self._options, save_to_s3=False, **self._named(source, number))
 
-    def reader(self, told, number):
-        return build(TieredStorageReader, **self._options, **self._named(told, number))
+    def reader(self, source, number):
+        return build(TieredStorageReader, **self._options, **self._named(source, number))
 
     def given(self, number):
         return f"step_{number}"
 
-    def _named(self, told, number):
-        return {} if told == "nothing" else {"step": number} if told == "step" else {"path": f"step_{number}"}
+    def _named(self, source, number):
+        return {} if source == "nothing" else {"step": number} if source == "step" else {"path": f"step_{number}"}
 
     def close(self):
         self.writer("nothing", 0).close()
@@ -102,13 +102,13 @@ class Stock:
     def __init__(self, job, case):
         self._folder = f"{job['folder']}/{case}"
 
-    def writer(self, told, number):
-        if told == "nothing":
+    def writer(self, source, number):
+        if source == "nothing":
             raise TypeError("no path")
         return dcp.FileSystemWriter(self.given(number))
 
-    def reader(self, told, number):
-        return dcp.FileSystemReader(self.given(2 if told == "nothing" else number))
+    def reader(self, source, number):
+        return dcp.FileSystemReader(self.given(2 if source == "nothing" else number))
 
     def given(self, number):
         return f"{self._folder}/step_{number}"
@@ -122,16 +122,16 @@ class Stock:
 
 def saved_by(tiers, case):
     """Returns the results of two saves of a case, each loaded by its name, or refused."""
-    group, entry, told, given, used = case
+    group, entry, source, given, used = case
     outcomes, writer = [], None
     for number in (1, 2):
         # A step in the writer takes precedence over a name: what it says of the first save holds for the second.
-        name = 1 if used == "again" and told == "step" else number
+        name = 1 if used == "again" and source == "step" else number
         with refusing(outcomes):
             if writer is None or used == "new":
                 # torch's own needs an argument, and takes a checkpoint_id instead of its path.
-                told_stock = "path" if given and told == "nothing" and isinstance(tiers, Stock) else told
-                writer = tiers.writer(told_stock, number)
+                stock_source = "path" if given and source == "nothing" and isinstance(tiers, Stock) else source
+                writer = tiers.writer(stock_source, number)
             arguments = {**how(group), **({"checkpoint_id": tiers.given(name)} if given else {})}
             save(entry, state(number, group), writer, arguments)
     for number in (1, 2):
@@ -144,7 +144,7 @@ def saved_by(tiers, case):
 
 def loaded_by(tiers, case):
     """Returns the results of two loads of a case, after two saves."""
-    group, entry, told, given, used = case
+    group, entry, source, given, used = case
     for number in (1, 2):
         save("save", state(number, group), tiers.writer("path", number), how(group))
     outcomes, reader = [], None
@@ -153,8 +153,8 @@ def loaded_by(tiers, case):
         with refusing(outcomes):
             loaded = state(0, group)
             if reader is None or used == "new":
-                reader = tiers.reader(told, number)
-            name = 1 if told == "step" and used == "again" else number
+                reader = tiers.reader(source, number)
+            name = 1 if source == "step" and used == "again" else number
             by_load = entry if not has_id else "load"
             arguments = {**how(group), **({"checkpoint_id": tiers.given(name)} if has_id else {})}
             load(by_load, loaded, reader, arguments)

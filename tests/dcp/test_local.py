@@ -159,7 +159,7 @@ def test_a_save_that_fails_on_one_rank_before_it_has_begun_leaves_later_ones_in_
 
 def test_one_rank_of_each_replication_group_writes_and_all_load_what_all_can_get(job, tmp_path, memory_dir):
     # Ranks 0 and 1 on node a, their replicas on node b.
-    saved, held, _, loaded, brought, told, _, named, _, only_together = job(
+    saved, held, _, loaded, brought, reported, _, named, _, only_together = job(
         4,
         ["save_replicated", 5, [[0, 2], [1, 3]]],
         ["parts"],
@@ -179,7 +179,7 @@ def test_one_rank_of_each_replication_group_writes_and_all_load_what_all_can_get
     assert [answer["same"] for answer in got(loaded)] == [True] * 4
     assert [[rank for _, rank, _, _ in parts] for parts in got(brought)] == [[0, 1]] * 4, "fetched once a node"
     assert manifest(tmp_path, "step_5").content.world_size == 2
-    assert [answer["saved"] for answer in got(told) + got(only_together)] == [False, True, True, False] * 2
+    assert [answer["saved"] for answer in got(reported) + got(only_together)] == [False, True, True, False] * 2
     assert [answer["same"] for answer in got(named)] == [True] * 4
     # Of step 7, each node's memory has one part, and no other tier has any.
     loaded, _ = job(4, ["load_replicated", 7, [[0, 2], [1, 3]]], ["meet"], nodes="aabb")

@@ -128,9 +128,9 @@ def test_ranks_that_save_to_different_places_get_an_error(ranks, tmp_path):
     steps = [["save", 1], ["save_behind", 1], ["save", 2, {"dirpath": here}], ["save_different", 3, {"dirpath": here}]]
     for answer in ranks(2, *steps, ["save", 5, {"dirpath": here, "world_size": 3}], **options):
         said = [step.get("message", "") for step in answer]
-        for told in said[:2]:
-            assert f"this rank saves step_1 to {there}, the coordinator to {here}" in told
-            assert "give all ranks the same dirpath" in told
+        for message in said[:2]:
+            assert f"this rank saves step_1 to {there}, the coordinator to {here}" in message
+            assert "give all ranks the same dirpath" in message
         assert "got" in answer[2], answer[2]
         assert "give all ranks the same checkpoint_id" in said[3]
         assert "world_size is 3, but 2 ranks save together" in said[4]

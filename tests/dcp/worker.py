@@ -79,7 +79,7 @@ def load(job, seed, checkpoint_id=None, ours=False, **more):
     else:
         reader = build(TieredStorageReader, **options)
         dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
-    return told(reader, state, seed, rows)
+    return loaded_rows(reader, state, seed, rows)
 
 
 def reshard(job):
@@ -121,7 +121,7 @@ def reading(job):
     }
 
 
-def told(reader, state, seed, rows=ROWS):
+def loaded_rows(reader, state, seed, rows=ROWS):
     return {
         "matches": matches(state, seed, rows),
         "step": reader.opened.step,

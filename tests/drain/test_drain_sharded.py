@@ -70,7 +70,7 @@ def test_a_part_that_never_comes_is_reported_and_the_next_save_clears_it_up(node
     first.part("2.ckpt", 2, 0)
     held, before = first.delete("1.ckpt"), first.queue.progress().counters["requests.list"]
     with working(first):
-        until(lambda: first.queue.outcome(op_id(2)), "it is told")
+        until(lambda: first.queue.outcome(op_id(2)), "it is reported")
     # Of the save, looks at 0, 0.1, 0.3, 0.7, 1.5 s; and at first, whether it is to be refreshed, and the sweep.
     assert first.queue.progress().counters["requests.list"] <= before + 5 + 1 + 3
     outcome = first.queue.outcome(op_id(2))
@@ -245,15 +245,15 @@ def test_what_an_earlier_start_left_incomplete_is_no_failure_of_this_one(memory_
     node.queue.submit(Request(op_id(2), "alias", "last.ckpt", node.dirpath, "1.ckpt"))
     handle, announcer = handle_of(node), Announcer(node.config, get_logger("default"), counts)
     node.part("3.ckpt", 3, 0, world_size=2, run=now)
-    told = []
+    failures = []
     for number, action, name in ((1, "save", "1.ckpt"), (2, "alias", "last.ckpt"), (3, "save", "3.ckpt")):
         op = ids.save_id(now, number) if number > 2 else op_id(number)
         late = Outcome(op, action, name, number, "failed", "parts have not come", "DrainError")
         node.queue.finish(late, final=False)
         announcer.look(handle, leads=True)
-        told.append(announcer.first_failure())
-        assert (told[-1] is not None, counts["failed"]) == (number == 3, int(number == 3))
-    assert "3.ckpt did not reach the durable tier: parts have not come" in str(told[2])
+        failures.append(announcer.first_failure())
+        assert (failures[-1] is not None, counts["failed"]) == (number == 3, int(number == 3))
+    assert "3.ckpt did not reach the durable tier: parts have not come" in str(failures[2])
     assert [(each.levelname, each.message.partition(" did not")[0]) for each in caplog.records] == [
         ("WARNING", "Step 1: of an earlier start: 1.ckpt"),
         ("WARNING", "Step 2: of an earlier start: alias of last.ckpt"),

@@ -21,24 +21,24 @@ class Death(TrainerCallback):
         self.began = state.global_step
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == told.get("die_after"):
+        if state.global_step == job.get("die_after"):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
+    job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     if os.environ["WORLD_SIZE"] == "1":
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
     death = Death()
     example = runpy.run_path(str(EXAMPLE), run_name="example")
-    trainer = example["train"](told["dirpath"], told["output_dir"], [death], **told["options"])
+    trainer = example["train"](job["dirpath"], job["output_dir"], [death], **job["options"])
     weights = hashlib.sha256()
     for name, value in sorted(trainer.model.state_dict().items()):
         weights.update(name.encode() + value.numpy().tobytes())
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    left = os.listdir(told["output_dir"]) if os.path.isdir(told["output_dir"]) else []
-    with open(told["answer"] + ".new", "w") as file:
+    left = os.listdir(job["output_dir"]) if os.path.isdir(job["output_dir"]) else []
+    with open(job["answer"] + ".new", "w") as file:
         json.dump({"weights": weights.hexdigest(), "began": death.began, "losses": losses, "left": left}, file)
-    os.rename(told["answer"] + ".new", told["answer"])
+    os.rename(job["answer"] + ".new", job["answer"])

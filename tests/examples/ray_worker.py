@@ -29,7 +29,7 @@ def stand_in(reports):
 
 def work():
     try:
-        example["loop"](told["config"])
+        example["loop"](job["config"])
     except BaseException as error:
         # The other worker has died: Ray ends this one.
         print(f"{type(error).__name__}: {error}", flush=True)
@@ -37,7 +37,7 @@ def work():
 
 
 if __name__ == "__main__":
-    told, reports = json.loads(sys.argv[1]), []
+    job, reports = json.loads(sys.argv[1]), []
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     stand_in(reports)
@@ -46,6 +46,6 @@ if __name__ == "__main__":
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    with open(told["answer"] + ".new", "w") as file:
+    with open(job["answer"] + ".new", "w") as file:
         json.dump(reports, file)
-    os.rename(told["answer"] + ".new", told["answer"])
+    os.rename(job["answer"] + ".new", job["answer"])

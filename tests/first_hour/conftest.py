@@ -22,7 +22,7 @@ def story(_own_server, tmp_path, memory_dir, monkeypatch):
     for name, value in _own_server.env().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("COLUMNS", "160")
-    told = Story(tmp_path, memory_dir, _own_server.endpoint_url)
-    yield told
-    told.close()
+    made = Story(tmp_path, memory_dir, _own_server.endpoint_url)
+    yield made
+    made.close()
     _own_server.empty(BUCKET)

@@ -87,7 +87,7 @@ def test_what_its_owner_deletes_moves_and_edits(story):
 
 def test_every_text_belongs_to_a_story():
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
-    told = set(re.findall(r"story\.shown\(\"(\w+)\"\)", tests))
-    assert {path.stem for path in (FOLDER / "expected").glob("*.txt")} == told
+    stories = set(re.findall(r"story\.shown\(\"(\w+)\"\)", tests))
+    assert {path.stem for path in (FOLDER / "expected").glob("*.txt")} == stories
     scripts = set(re.findall(r"story\.python\(\"(\w+\.py)\"", tests))
     assert {path.name for path in (FOLDER / "scripts").glob("*.py")} <= scripts

@@ -42,8 +42,8 @@ def fits(tmp_path, memory_dir, monkeypatch):
 
     def fits(*jobs, ranks=2, fails=False, **common):
         common = {"strategy": "fsdp2", "ranks": ranks, "dirpath": str(tmp_path / "durable"), **common}
-        told = {"fits": [{"memory_dir": memory_dir, **common, **job} for job in jobs]}
-        answers = launch(tmp_path, [told] * ranks, worker=WORKER, deadline_s=LAUNCH_S)
+        options = {"fits": [{"memory_dir": memory_dir, **common, **job} for job in jobs]}
+        answers = launch(tmp_path, [options] * ranks, worker=WORKER, deadline_s=LAUNCH_S)
         if common.get("signal") == "SIGKILL":
             assert answers == [None] * ranks
             return []
@@ -68,11 +68,17 @@ def whole(tmp_path):
 def launched(tmp_path, memory_dir):
     """Runs one fit of ``worker.py`` on ranks that Lightning starts; returns the process that started them."""
 
-    def launched(**told):
-        told = {"ranks": 2, "dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "launched": True, **told}
+    def launched(**options):
+        options = {
+            "ranks": 2,
+            "dirpath": str(tmp_path / "durable"),
+            "memory_dir": memory_dir,
+            "launched": True,
+            **options,
+        }
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         return subprocess.run(
-            [sys.executable, str(WORKER), json.dumps({"fits": [told]})],
+            [sys.executable, str(WORKER), json.dumps({"fits": [options]})],
             capture_output=True,
             text=True,
             timeout=LAUNCH_S,

@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "fabric.py"
 GRID = 2.0**16
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
+    job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     setup = Fabric.setup
 
@@ -34,17 +34,17 @@ if __name__ == "__main__":
     def saving(fabric, io, state):
         save(fabric, io, state)
         saved.append(state["step"])
-        if state["step"] == told.get("die_after"):
+        if state["step"] == job.get("die_after"):
             fabric.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    intervals = {"MEMORY_EVERY": told["memory_every"], "DURABLE_EVERY": told["durable_every"]}
+    intervals = {"MEMORY_EVERY": job["memory_every"], "DURABLE_EVERY": job["durable_every"]}
     example["train"].__globals__.update(intervals, save=saving)
-    how = {"steps": told["steps"], "step_s": 0, "devices": told["devices"], **told["options"]}
-    model = build(example["train"], told["dirpath"], **how)
+    how = {"steps": job["steps"], "step_s": 0, "devices": job["devices"], **job["options"]}
+    model = build(example["train"], job["dirpath"], **how)
     weights = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         weights.update(name.encode() + value.numpy().tobytes())
-    with open(told["answer"] + ".new", "w") as file:
+    with open(job["answer"] + ".new", "w") as file:
         json.dump({"weights": weights.hexdigest(), "first": saved[0]}, file)
-    os.rename(told["answer"] + ".new", told["answer"])
+    os.rename(job["answer"] + ".new", job["answer"])

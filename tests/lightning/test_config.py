@@ -151,9 +151,9 @@ def test_the_io_takes_the_keys_that_it_reads_with_their_defaults_and_types():
     }
     assert set(mine) == {*wanted, "logger"}
     # For type checkers: another type is a wider one.
-    told = typing.get_type_hints(IOKeys)
-    assert list(told) == wanted[1:]
-    wider = {name for name in told if told[name] != hints[name]}
+    types = typing.get_type_hints(IOKeys)
+    assert list(types) == wanted[1:]
+    wider = {name for name in types if types[name] != hints[name]}
     assert wider == {"safe_globals", "memory_dir", "spill_dir", "log_dir"}
 
 

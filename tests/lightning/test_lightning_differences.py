@@ -240,12 +240,12 @@ def _(side):
 def _(side):
     class Counting(CSVLogger):
         def after_save_checkpoint(self, callback):
-            told.append(side.of_callback(callback))
+            states.append(side.of_callback(callback))
 
-    told = []
+    states = []
     callback = side.callback(save_last=True, save_top_k=-1)
     side.fit(callback, logger=Counting(str(side.root / "logs")))
-    return len(told) == 6, told[-1] == side.of_callback(callback)
+    return len(states) == 6, states[-1] == side.of_callback(callback)
 
 
 @different("a trainer without callbacks", lightning="checkpoints", here="run")

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.callbacks.preemption import Preempted
 from tiered_checkpoint_io.errors import SaveError
 
 
-class ToldAt(Callback):
+class NoticeAt(Callback):
     """Gets the notice to end in a hook of a fit; notes the hooks that are called after it."""
 
     def __init__(self, hook, tell=lambda: os.kill(os.getpid(), signal.SIGTERM)):
@@ -31,13 +31,13 @@ class ToldAt(Callback):
 
 @pytest.mark.parametrize("hook", ["on_train_end", pytest.param("on_fit_end", marks=pytest.mark.matrix)])
 def test_notice_after_the_last_batch_ends_the_script_once_all_of_the_fit_is_done(runs, hook, caplog):
-    told, io = ToldAt(hook), runs.io()
-    callbacks = [PreemptionCheckpoint(), TieredModelCheckpoint(memory_every_n_train_steps=5), told]
+    noted, io = NoticeAt(hook), runs.io()
+    callbacks = [PreemptionCheckpoint(), TieredModelCheckpoint(memory_every_n_train_steps=5), noted]
     with pytest.raises(Preempted) as end:
         runs.fit(*callbacks, io=io, ckpt_path=None)
     assert end.value.code == 128 + signal.SIGTERM
-    assert told.after == ["teardown"], "what it saved on an exception, this rank would save alone"
-    assert told in told.trainer.callbacks
+    assert noted.after == ["teardown"], "what it saved on an exception, this rank would save alone"
+    assert noted in noted.trainer.callbacks
     assert "received SIGTERM after the last batch; the script ends here" in caplog.messages
     assert runs.durable() == ["epoch=0-step=20.ckpt"]
     # A script that catches this, and trains again, has an ordinary fit.
@@ -55,8 +55,8 @@ def test_training_on_another_thread_gets_its_notice_by_a_call(runs, caplog):
         assert preemption.notice.leave_by is None, "what waits for the durable tier waits on"
         preemption.notify(signal.SIGUSR1)
 
-    told = ToldAt("on_train_batch_end", tell)
-    callbacks = [TieredModelCheckpoint(memory_every_n_train_steps=50), preemption, told]
+    noted = NoticeAt("on_train_batch_end", tell)
+    callbacks = [TieredModelCheckpoint(memory_every_n_train_steps=50), preemption, noted]
     assert not preemption.notify(), "nothing trains"
 
     def train():

@@ -27,19 +27,19 @@ def _same_sums_in_each_process(monkeypatch):
     ],
 )
 def test_a_killed_training_resumes_on_the_gpu_as_if_nothing_had_happened(strategy, precision, staging, fits, tmp_path):
-    told = {
+    options = {
         "strategy": strategy.split()[0],
         "full": strategy.endswith("full"),
         "gpu": precision,
         "steps": 23,
         "ranks": 1,
     }
-    told["config"] = {"staging": staging, "s3_every_n_train_steps": 10, "drain": "process"}
-    ((whole,),) = fits({"dirpath": str(tmp_path / "whole")}, **told)
+    options["config"] = {"staging": staging, "s3_every_n_train_steps": 10, "drain": "process"}
+    ((whole,),) = fits({"dirpath": str(tmp_path / "whole")}, **options)
     if staging == "overlapped":
         assert whole["overlapped"] >= 8
-    fits({"signals": [[0, "train", 17]], "ckpt_path": None}, signal="SIGKILL", **told)
-    ((resumed,),) = fits({}, **told)
+    fits({"signals": [[0, "train", 17]], "ckpt_path": None}, signal="SIGKILL", **options)
+    ((resumed,),) = fits({}, **options)
     # An overlapped or sharded save is committed a moment after its step.
     late = staging == "overlapped" or strategy == "fsdp1"
     assert resumed["from"][1:] in [[16, "memory"]] + [[14, "memory"]] * late

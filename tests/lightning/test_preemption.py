@@ -21,11 +21,11 @@ further = functools.partial(pytest.param, marks=pytest.mark.matrix)
 def job(fits):
     """Trains with a last checkpoint, on several ranks, until the end or a signal; returns each rank's answers."""
 
-    def job(*jobs, **told):
+    def job(*jobs, **more):
         config = {"memory_every_n_train_steps": 4, "s3_every_n_train_steps": None, "on_save_error": "warn"}
         callback = {"save_top_k": 0, "save_last": None, "monitor": None, "mode": "min"}
-        common = {"strategy": "ddp", "steps": 10, "validation": 3, "signals": [], "callback": callback, **told}
-        return fits(*(jobs or [{}]), **{**common, "config": {**config, **told.get("config", {})}})
+        common = {"strategy": "ddp", "steps": 10, "validation": 3, "signals": [], "callback": callback, **more}
+        return fits(*(jobs or [{}]), **{**common, "config": {**config, **more.get("config", {})}})
 
     return job
 
@@ -34,9 +34,9 @@ def is_preempted(answer, within=GRACE_S):
     return answer["ended"] == "preempted" and (not answer["after"] or answer["after"] < within)
 
 
-def goes_on(job, tmp_path, step, **told):
+def goes_on(job, tmp_path, step, **more):
     """Compares the next start with an uninterrupted training."""
-    again, whole = job({}, {"dirpath": str(tmp_path / "undisturbed"), "wipe": True}, **told)
+    again, whole = job({}, {"dirpath": str(tmp_path / "undisturbed"), "wipe": True}, **more)
     assert [answer["from"] for answer in again] == [["preempted.ckpt", step, "memory"]] * len(again)
     for answer, other in zip(again, whole, strict=True):
         assert [*answer["losses"]] == [*range(step, 10)]
@@ -44,7 +44,7 @@ def goes_on(job, tmp_path, step, **told):
 
 
 @pytest.mark.parametrize(
-    ("told", "signals"),
+    ("more", "signals"),
     [
         further({}, [[0, "train", 5], [1, "train", 6], [0, "train", 6]]),
         ({"signal": "SIGUSR1"}, [[1, "train", 5]]),
@@ -55,14 +55,14 @@ def goes_on(job, tmp_path, step, **told):
     ],
     ids=["again", "SIGUSR1", "synchronous", "accumulating", "fsdp2", "one process"],
 )
-def test_all_ranks_stop_together_and_the_next_start_goes_on_from_there(job, tmp_path, told, signals):
-    (answers,) = job(**told, signals=signals)
+def test_all_ranks_stop_together_and_the_next_start_goes_on_from_there(job, tmp_path, more, signals):
+    (answers,) = job(**more, signals=signals)
     step = answers[0]["step"]
     assert step in (6, 7), "the step that was under way, and at most one more"
     assert all(is_preempted(answer) and answer["step"] == step for answer in answers)
     assert answers[0]["code"] - 128 in (15, 10)
     assert durable(str(tmp_path / "durable")) == ["preempted.ckpt"]
-    goes_on(job, tmp_path, step, **told)
+    goes_on(job, tmp_path, step, **more)
 
 
 @pytest.mark.matrix
@@ -87,17 +87,17 @@ def test_without_s3_the_checkpoint_is_in_memory_within_the_grace_time_and_reache
     job, tmp_path, memory_dir, s3_url, s3_server
 ):
     port = free_port()
-    told = {"dirpath": s3_url, "config": {"endpoint_url": f"http://127.0.0.1:{port}", "drain": "process"}}
-    (answers,) = job(signals=[[0, "train", 5]], grace=8.0, ckpt_path=None, **told)
+    more = {"dirpath": s3_url, "config": {"endpoint_url": f"http://127.0.0.1:{port}", "drain": "process"}}
+    (answers,) = job(signals=[[0, "train", 5]], grace=8.0, ckpt_path=None, **more)
     step = answers[0]["step"]
     assert all(is_preempted(answer, within=8.0) for answer in answers)
     assert "It stays in node memory, and the drain, a process of its own, uploads it; where" in said(tmp_path, 0)
     with FaultProxy(s3_server.endpoint_url, port=port):
-        ((again, _),) = job(steps=step + 1, **told)
+        ((again, _),) = job(steps=step + 1, **more)
         assert again["from"] == ["preempted.ckpt", step, "memory"]
         assert durable(s3_url) == ["preempted.ckpt"]
         wipe(memory_dir)
-        ((_, again),) = job(steps=step + 1, **told)
+        ((_, again),) = job(steps=step + 1, **more)
         assert again["from"] == ["preempted.ckpt", step, "durable"]
 
 

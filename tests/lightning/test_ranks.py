@@ -18,7 +18,7 @@ def test_spawned_ranks_take_the_io_and_the_callback_by_pickle(launched, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("told", "error"),
+    ("job", "error"),
     [
         # Only rank 0 looks whether a name is taken; the other ranks wait for its answer.
         ({"callback": {"filename": "../{step}"}}, "ConfigError: "),
@@ -27,19 +27,19 @@ def test_spawned_ranks_take_the_io_and_the_callback_by_pickle(launched, tmp_path
     ],
     ids=["a name", "preflight", "a save"],
 )
-def test_an_error_of_rank_0_ends_all_ranks(told, error, fits, tmp_path):
+def test_an_error_of_rank_0_ends_all_ranks(job, error, fits, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    if "config" in told:
-        told["config"]["enable_async_checkpointing"] = False
-        told["dirpath"] = str(tmp_path / "file" / "run")
-    (answers,) = fits({"steps": 4, **told}, strategy="ddp", fails=True)
+    if "config" in job:
+        job["config"]["enable_async_checkpointing"] = False
+        job["dirpath"] = str(tmp_path / "file" / "run")
+    (answers,) = fits({"steps": 4, **job}, strategy="ddp", fails=True)
     assert all(answer["error"].startswith(error) for answer in answers), answers
 
 
 @pytest.mark.skipif(INSTALLED < (2, 6), reason="save_on_exception is an argument of lightning 2.6")
 def test_a_rank_that_fails_alone_says_why_before_it_waits_and_rank_0_saves(fits, tmp_path):
-    told = {"config": EVERY, "callback": {"save_on_exception": True}, "raises": 1}
-    (answers,) = fits({"steps": 8, **told}, strategy="ddp", fails=True)
+    job = {"config": EVERY, "callback": {"save_on_exception": True}, "raises": 1}
+    (answers,) = fits({"steps": 8, **job}, strategy="ddp", fails=True)
     assert answers[1]["error"] == "ValueError: a bug of one rank"
     log = (tmp_path / "log-1.txt").read_text()
     assert 0 < log.find("training failed on this rank: a bug of") < log.find("the ranks do not save together")
@@ -56,8 +56,8 @@ def test_ranks_whose_names_differ_go_on_together(fits, tmp_path):
         ({"same_on": 1}, {"monitor": "own", **best}, ["step=4.ckpt", "step=6.ckpt"]),
     ]
     jobs = [
-        {"dirpath": str(tmp_path / str(number)), "callback": {**PLAIN, **callback}, **told}
-        for number, (told, callback, _) in enumerate(cases)
+        {"dirpath": str(tmp_path / str(number)), "callback": {**PLAIN, **callback}, **job}
+        for number, (job, callback, _) in enumerate(cases)
     ]
     answers = fits(*jobs, strategy="ddp", steps=6, config=EVERY)
     assert [first["durable"] for first, _ in answers] == [saved for *_, saved in cases]

@@ -140,7 +140,7 @@ def story_of(seed):
         fails = NEWEST and "train_time_interval" not in arguments and chance.random() < 0.3
         if fails:
             arguments["save_on_exception"] = chance.random() < 0.7
-        told = []
+        states = []
         try:
             callback = side.callback(**arguments)
         except Exception as error:
@@ -158,15 +158,15 @@ def story_of(seed):
             try:
                 side.fit(callback, *others, model=model, **fit)
             except BaseException as error:
-                told.append((type(error).__name__, str(error)))
+                states.append((type(error).__name__, str(error)))
             # Of a training that stopped within an epoch, the epoch is another: a difference.
             files = {name: (step, weights) for name, (_, step, weights) in side.files().items()}
             # The state of the callback in the last checkpoint of all is a difference, too.
             if not arguments["save_last"] and not arguments["save_weights_only"]:
                 files = {name: (*files[name], *state_in(side, name)) for name in files}
-            told.append({**side.of_callback(callback), "files": files})
+            states.append({**side.of_callback(callback), "files": files})
         # How often a state is written for `last` is a difference.
-        return told, [] if arguments["save_last"] else side.saves
+        return states, [] if arguments["save_last"] else side.saves
 
     return tell
 
@@ -193,14 +193,14 @@ def test_a_random_training_leaves_the_same(seed, tmp_path, memory_dir):
 STORIES = []
 
 
-def story(told):
-    STORIES.append(told)
-    return told
+def story(made):
+    STORIES.append(made)
+    return made
 
 
-@pytest.mark.parametrize("told", STORIES, ids=lambda told: told.__name__)
-def test_a_story_leaves_the_same(told, tmp_path, memory_dir):
-    theirs, ours = both(told, tmp_path, memory_dir)
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_a_story_leaves_the_same(story, tmp_path, memory_dir):
+    theirs, ours = both(story, tmp_path, memory_dir)
     assert ours == theirs
 
 
@@ -229,13 +229,13 @@ def resume_in_the_middle_of_an_epoch(side):
 
 @story
 def resume_from_the_last(side):
-    def told(ckpt_path, folder):
+    def trained(ckpt_path, folder):
         with_last = {"save_last": True, "enable_version_counter": False, "dirpath": side.path(folder)}
         first, second = newest(side, **with_last), newest(side, **with_last)
         step, left = resume(side, first, second, ckpt_path)
         return step, side.of_callback(second), left["files"][f"{folder}/last.ckpt"]
 
-    return told(lambda _, callback: callback.last_model_path, "one"), told(lambda *_: "last", "two")
+    return trained(lambda _, callback: callback.last_model_path, "one"), trained(lambda *_: "last", "two")
 
 
 @story

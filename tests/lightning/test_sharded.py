@@ -63,7 +63,7 @@ def test_a_sharded_save_that_overlaps_training_is_the_state_at_its_moment(fits, 
     stages = {"steps": 5, "wipe": True, "config": OVERLAPPED}, {"steps": 7, "config": OVERLAPPED}
     (whole, _), (begun, _), (first, second), (last, _) = fits(whole, *stages, {"steps": 8, "wipe": True})
     assert begun["overlapped"] >= 2, "steps 2 and 4"
-    assert begun["told"] == [True] * begun["overlapped"], "each call tells that it has saved"
+    assert begun["reported"] == [True] * begun["overlapped"], "each call tells that it has saved"
     assert first["from"] in (["step=4.ckpt", 4, "memory"], ["last.ckpt", 5, "memory"])
     assert last["from"][2] == "durable"
     for answer in (begun, first, second, last):
@@ -86,7 +86,7 @@ def test_what_too_many_uploads_leave_out_beside_training_replaces_nothing(saves_
     config = {"max_pending": 1, "pending_timeout_s": 1, "save_on_train_end": saves_end, **OVERLAPPED}
     named = {"save_last": False, "save_top_k": 1}
     ((answer,),) = fits({"steps": 8, "held": True, "config": config, "callback": named}, ranks=1)
-    assert answer["told"] == [True] * 4
+    assert answer["reported"] == [True] * 4
     assert answer["durable"] == (["end_of_training.ckpt"] if saves_end else ["step=4.ckpt"])
 
 

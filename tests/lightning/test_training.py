@@ -64,10 +64,10 @@ def test_loggers_hear_of_checkpoints_only_once_they_are_durable(runs, asynchrono
         memory_every_n_train_steps=2, s3_every_n_train_steps=10, save_top_k=1, save_last=True
     )
     runs.fit(callback, logger=book, asynchronous=asynchronous)
-    assert book.told
-    for best, last, names in book.told:
+    assert book.states
+    for best, last, names in book.states:
         assert {Path(path).name for path in (best, last) if path} <= set(names)
-    assert book.told[-1][0] == f"{runs.dirpath}/epoch=0-step=20.ckpt"
+    assert book.states[-1][0] == f"{runs.dirpath}/epoch=0-step=20.ckpt"
     seen = {key for _, metrics in book.metrics for key in metrics if key.startswith("checkpoint/")}
     saves = "stall_s capture_s durable_step size_GiB staged_GiB_per_s pending saved_total failed_total"
     assert seen - {"checkpoint/drain_s"} == {f"checkpoint/{key}" for key in saves.split()}

@@ -334,11 +334,11 @@ def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept_somew
     io.load_checkpoint("tiered:latest")
     io.checkpointer.session.wait(60)
     session = io.checkpointer.session.open()
-    told = {outcome.op_id: outcome.error for outcome in session.drain.queue.outcomes()}
+    errors = {outcome.op_id: outcome.error for outcome in session.drain.queue.outcomes()}
     for stored in session.tier.parts():
         # A failed save is given up once a later save is there, or needs its room in the queue.
         is_there = (Path(kept_somewhere.options["dirpath"]) / stored.part.name).exists()
-        given_up = told.get(stored.op_id, "")
+        given_up = errors.get(stored.op_id, "")
         assert is_there or "superseded by" in given_up or "to keep the queue bounded" in given_up
     assert is_there, "the newest is"
     assert 2 < len(refused) < 24

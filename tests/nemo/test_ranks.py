@@ -17,7 +17,7 @@ EXPORT = {"exp_manager": {"checkpoint_callback_params": {"save_nemo_on_train_end
 class Ranks(NeMoRuns):
     """Trainings of one job on several ranks of one node."""
 
-    def launch(self, count, steps, *config, way="drop-in", endpoints=(), folder=None, one=None, **told):
+    def launch(self, count, steps, *config, way="drop-in", endpoints=(), folder=None, one=None, **options):
         job = {
             "dirpath": self.dirpath,
             "memory_dir": self.memory_dir,
@@ -26,7 +26,7 @@ class Ranks(NeMoRuns):
             "ranks": count,
             "steps": steps,
             "config": list(config),
-            **told,
+            **options,
         }
         jobs = [{**job, **({"endpoint_url": endpoints[rank]} if endpoints else {})} for rank in range(count)]
         for rank, changes in (one or {}).items():

@@ -23,24 +23,24 @@ def no_folder(**_):
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
+    job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    if told.get("endpoint_url"):
+    if job.get("endpoint_url"):
         # Of this rank's own, and for every S3 client in the process.
-        os.environ["AWS_ENDPOINT_URL_S3"] = told["endpoint_url"]
-    runs = NeMoRuns(told["dirpath"], told["memory_dir"], told["logs"])
-    config = runs.config(*told.get("config", []))
-    if told.get("no_folder"):
+        os.environ["AWS_ENDPOINT_URL_S3"] = job["endpoint_url"]
+    runs = NeMoRuns(job["dirpath"], job["memory_dir"], job["logs"])
+    config = runs.config(*job.get("config", []))
+    if job.get("no_folder"):
         checkpoint.tempfile.TemporaryDirectory = no_folder
-    strategy = {"strategy": "ddp"} if told["ranks"] > 1 else {}
+    strategy = {"strategy": "ddp"} if job["ranks"] > 1 else {}
     try:
         trainer = runs.trainer(
-            config, way=told["way"], max_steps=told["steps"], devices=told["ranks"], limit_train_batches=100, **strategy
+            config, way=job["way"], max_steps=job["steps"], devices=job["ranks"], limit_train_batches=100, **strategy
         )
-        module = Model(OmegaConf.create(config["model"]), trainer, stop_at=told.get("stop_at", 0), how=told.get("how"))
+        module = Model(OmegaConf.create(config["model"]), trainer, stop_at=job.get("stop_at", 0), how=job.get("how"))
         trainer.fit(module)
     except Exception as error:
-        write(told["answer"], {"error": f"{type(error).__name__}: {error}"})
+        write(job["answer"], {"error": f"{type(error).__name__}: {error}"})
         os._exit(1)
     weights = b"".join(each.detach().numpy().tobytes() for each in module.parameters())
     answer = {
@@ -52,4 +52,4 @@ if __name__ == "__main__":
         "last": callback_of(trainer).last_model_path,
         "path": trainer.ckpt_path,
     }
-    write(told["answer"], answer)
+    write(job["answer"], answer)

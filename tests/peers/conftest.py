@@ -40,8 +40,8 @@ def ranks(tmp_path, memory_dir):
         assert [r for r, answer in enumerate(answers) if answer is None] == list(dead), said(
             tmp_path, next((r for r, a in enumerate(answers) if a is None and r not in dead), 0)
         )
-        told = [[answer[index] if answer else None for answer in answers] for index in range(len(steps))]
-        return [[each.get("got", each) if each else None for each in by_rank] for by_rank in told]
+        rows = [[answer[index] if answer else None for answer in answers] for index in range(len(steps))]
+        return [[each.get("got", each) if each else None for each in by_rank] for by_rank in rows]
 
     return run
 
@@ -59,7 +59,7 @@ def lose(memory_dir):
 
 def pytest_terminal_summary(terminalreporter):
     """Prints the number of recovered losses, and their requests to the durable tier."""
-    told = [dict(each.user_properties) for each in terminalreporter.getreports("passed") if each.when == "call"]
-    losses = [each["durable_gets"] for each in told if "durable_gets" in each]
+    rows = [dict(each.user_properties) for each in terminalreporter.getreports("passed") if each.when == "call"]
+    losses = [each["durable_gets"] for each in rows if "durable_gets" in each]
     if losses:
         terminalreporter.write_line(f"losses_recovered={len(losses)} durable_gets={sum(losses)}")

@@ -35,8 +35,8 @@ def test_a_rank_that_fails_tells_the_others(ranks, kind, failures):
     # With three copies of everything, nothing would be left for ranks to get from each other.
     ranks("abc", *save, ["close"], replication_factor=3 if kind == "full" else 2)
     # Without replication, node a does not get its parts back by itself.
-    told = ranks("abc", *loads, sound)
-    for failure, answers in zip([*failures, "none"], told, strict=True):
+    by_step = ranks("abc", *loads, sound)
+    for failure, answers in zip([*failures, "none"], by_step, strict=True):
         assert max(answer["seconds"] for answer in answers) < SOON_S, failure
         errors = {answer.get("error") for answer in answers}
         assert len(errors) == 1, (failure, answers)
@@ -49,17 +49,17 @@ def test_a_rank_that_fails_tells_the_others(ranks, kind, failures):
         else:
             assert len({answer["message"] for answer in answers}) == 1, (failure, answers)
             assert "the disk is broken" in answers[0]["message"]
-    assert all(answer["matches"] for answer in told[-1]), "what failed has done no harm"
+    assert all(answer["matches"] for answer in by_step[-1]), "what failed has done no harm"
 
 
 def test_a_rank_that_dies_while_all_load_is_an_error_of_all_others(ranks):
-    _, told = ranks(
+    _, by_step = ranks(
         "abcd",
         ["save_full", 1],
         ["load_failing", "full", 1, 1, "engine.session:Session.serve", {"dies": True}],
         replication_factor=2,
         dead=[1],
     )
-    for answer in (told[0], *told[2:]):
+    for answer in (by_step[0], *by_step[2:]):
         assert answer["error"] == "RestoreError"
         assert answer["seconds"] < SOON_S

@@ -68,16 +68,16 @@ def test_a_cable_that_is_cut_costs_copies_and_nothing_else(ranks, places):
         ["settle"],
         ["close"],
     ]
-    told = ranks("ab", *steps, places=places, replication_factor=2, memory_keep_last=9)
-    saves = {step[1]: answers[step[2]] for step, answers in zip(steps, told, strict=True) if step[0] == save}
+    by_step = ranks("ab", *steps, places=places, replication_factor=2, memory_keep_last=9)
+    saves = {step[1]: answers[step[2]] for step, answers in zip(steps, by_step, strict=True) if step[0] == save}
     assert max(saves[step] for step in (1, 3)) < AT_ONCE_S, saves
-    waits = [answers[step[1]] for step, answers in zip(steps, told, strict=True) if step[0] == wait]
+    waits = [answers[step[1]] for step, answers in zip(steps, by_step, strict=True) if step[0] == wait]
     assert all(each["pending"] == 0 and each["seconds"] < 30 for each in waits), waits
     first, cut, other_side = waits
     assert first["counts"]["replicated"] == 1
     assert cut["counts"] == {**cut["counts"], "replicated": 1, "unreplicated": 1}
     assert other_side["counts"] == {**other_side["counts"], "unreplicated": 1}
-    mended, settled = [answers[rank] for rank, answers in enumerate(told[-4:-2])], told[-2]
+    mended, settled = [answers[rank] for rank, answers in enumerate(by_step[-4:-2])], by_step[-2]
     assert all(mended), "copies are not made again"
     # No checkpoint was lost, and later saves are with the peer again; step 2 may be by now.
     assert [step for step, *_ in settled[0]["own"]][:3] == [1, 2, 10]

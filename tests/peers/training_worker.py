@@ -56,7 +56,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer, *_):
         self.weights[trainer.global_step] = digest(model)
-        if trainer.global_step == told.get("die_at"):
+        if trainer.global_step == job.get("die_at"):
             session, deadline = io.checkpointer.session, time.monotonic() + PATIENCE_S
             tier = session.open().tier
             held = tier.held()
@@ -77,15 +77,15 @@ def digest(module):
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
+    job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     # The variables of a launcher on two nodes.
     os.environ.update(NODE_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2))
     seed_everything(1, verbose=False)
-    block = {**told["options"], "memory_every_n_train_steps": 1, "wait_timeout_s": 60, "on_save_error": "raise"}
+    block = {**job["options"], "memory_every_n_train_steps": 1, "wait_timeout_s": 60, "on_save_error": "raise"}
     block |= {"enable_async_checkpointing": True, "s3_every_n_train_steps": None}
-    block["save_on_train_end"] = told.get("save_on_train_end", False)
+    block["save_on_train_end"] = job.get("save_on_train_end", False)
     io = build(TieredCheckpointIO.from_config, block)
     watch, model = Watch(), Toy()
     trainer = Trainer(
@@ -93,7 +93,7 @@ if __name__ == "__main__":
         strategy=TieredModelParallelStrategy(4, 1),
         # No step but those of memory.
         callbacks=[build(TieredModelCheckpoint.from_config, block, filename="{step}", save_top_k=0), watch],
-        max_steps=told["steps"],
+        max_steps=job["steps"],
         accelerator="cpu",
         num_nodes=2,
         devices=2,
@@ -108,6 +108,6 @@ if __name__ == "__main__":
         "from": restored and (restored.step, restored.tier),
         "began_at": watch.began_at,
     }
-    with open(told["answer"] + ".new", "w") as file:
+    with open(job["answer"] + ".new", "w") as file:
         json.dump(answer, file)
-    os.rename(told["answer"] + ".new", told["answer"])
+    os.rename(job["answer"] + ".new", job["answer"])

@@ -171,7 +171,7 @@ def load_full(job, seed, path="tiered:latest", absent=None):
 def load(job, seed, rows=base.ROWS, **more):
     state = base.blank(rows=rows)
     reader = build(ours.load, state, **{**base.reading(job), **more})
-    return {**base.told(reader, state, seed, rows), "tiers": held(job)}
+    return {**base.loaded_rows(reader, state, seed, rows), "tiers": held(job)}
 
 
 def stop(job, rank, seconds):
@@ -190,9 +190,9 @@ def save_local_now(job, seed, rank, seconds):
     """Saves synchronously; shard 0 stops before it reports the commit to the others."""
     report_end = Run.report_end
 
-    def late(self, *told):
+    def late(self, *reports):
         stop(job, rank, seconds)
-        return report_end(self, *told)
+        return report_end(self, *reports)
 
     Run.report_end = late
     try:

@@ -254,13 +254,13 @@ def test_a_locked_checkpoint_keeps_no_other_and_is_named_once(locks, memory_dir,
     assert names(store) == files(store) == ["c1", "c3"]
     assert torch.load(io.BytesIO(store.get("c1")), weights_only=True)["global_step"] == 1
     assert asked == {"/manifests/c1.json": 1}
-    (told,) = [
+    (warning,) = [
         each.getMessage() for each in caplog.records if "c1" in each.getMessage() and each.levelname == "WARNING"
     ]
-    assert told.startswith(
+    assert warning.startswith(
         "retention: c1 stays, as the server refuses to delete it (a lock or a policy may hold it): S3 d"
     )
-    assert "(AccessDenied, HTTP 403)" in told
+    assert "(AccessDenied, HTTP 403)" in warning
     # The next run asks again.
     lock()
     run = build(TieredCheckpointIO, store.url, **options)

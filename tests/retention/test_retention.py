@@ -226,8 +226,8 @@ def test_numbers_in_names_do_not_keep_copies_for_ever():
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.booleans()), unique_by=lambda each: each[:2]),
     st.integers(1, 4),
 )
-def test_the_newest_safe_copy_of_a_rank_goes_only_if_a_newer_save_is_safe(told, keep):
-    held = [part(save, rank, replicated=safe, name="step_1") for save, rank, safe in told]
+def test_the_newest_safe_copy_of_a_rank_goes_only_if_a_newer_save_is_safe(saves, keep):
+    held = [part(save, rank, replicated=safe, name="step_1") for save, rank, safe in saves]
     gone = outdated_replicas(held, keep=keep)
     left = [copy for copy in held if copy not in gone]
     newest_safe = max((copy.save_id for copy in held if copy.replicated), default="")

@@ -293,9 +293,9 @@ def test_a_forked_process_begins_anew_and_leaves_alone_what_is_its_parents(io, m
     here, there = multiprocessing.Pipe()
     worker = multiprocessing.get_context("fork").Process(target=child, args=(there,), daemon=True)
     worker.start()
-    told = [here.recv() for _ in range(3) if here.poll(BOUND_S)]
+    received = [here.recv() for _ in range(3) if here.poll(BOUND_S)]
     worker.join(BOUND_S)
-    assert told == [[], 4, "ended"]
+    assert received == [[], 4, "ended"]
     assert worker.exitcode == 0
     assert set(free) <= set(Path(memory_dir).rglob("slots/slot-*"))
     io.save_checkpoint(filled(5), "step=5.ckpt")

@@ -12,7 +12,7 @@ SAMPLES = {
     "drains": (drains, ROUGH, 10, ["is killed", "fails behind"]),
     "two runs": (two_runs, ROUGH, 8, ["is killed", "fails behind"]),
     "two groups": (two_groups, CALM, 2, ["is slow"]),
-    "runs": (runs, runs.FATAL, 12, ["is killed", "is lost", "is damaged"]),
+    "runs": (runs, runs.FATAL, 24, ["is killed", "is lost", "is damaged"]),
     "peers": (peers, peers.ROUGH, 12, ["is lost", "is stopped", "no network", "no room for replicas", "has fetched"]),
 }
 

@@ -80,20 +80,20 @@ def test_an_answer_that_breaks_off_amid_pieces_is_read_from_the_first_again(
     store, data = open_store(), os.urandom(6 * MIB)
     store.upload("x", memoryview(data))
     pieces = [memoryview(bytearray(MIB)) for _ in range(5)]
-    told, buffers = [], set()
+    arrived, buffers = [], set()
     for number in range(3):
         proxy.plan = where(fault, operation="get", calls=[1])
-        told.clear()
-        store.read_pieces("x", 11, pieces, told.append)
+        arrived.clear()
+        store.read_pieces("x", 11, pieces, arrived.append)
         assert b"".join(pieces) == data[11 : 11 + 5 * MIB]
-        assert told[-5:] == [*range(5)], "hashes begin anew with the first piece"
+        assert arrived[-5:] == [*range(5)], "hashes begin anew with the first piece"
         assert store.metrics.snapshot()["retries"] == number + 1
-        buffers.update(told[:-5])
+        buffers.update(arrived[:-5])
     if fault is not reset:
         proxy.plan = lambda *_: None
         opened = proxy.connections
         for _ in range(4):
-            store.read_pieces("x", 11, pieces, told.append)
+            store.read_pieces("x", 11, pieces, arrived.append)
         assert proxy.connections - opened <= 1, "what was read to its end leaves its connection to the next"
 
 

@@ -50,8 +50,8 @@ def test_every_request_names_the_expected_owner_and_the_payer(moto, bucket):
     seen = {}
 
     def note(exchange):
-        told = tuple(exchange.headers.get(f"x-amz-{name}") for name in ("expected-bucket-owner", "request-payer"))
-        seen[operation_of(exchange.command, exchange.path)] = told
+        pair = tuple(exchange.headers.get(f"x-amz-{name}") for name in ("expected-bucket-owner", "request-payer"))
+        seen[operation_of(exchange.command, exchange.path)] = pair
         exchange.pass_on()
 
     with FaultProxy(moto.endpoint_url, lambda *_: note) as proxy:

@@ -28,7 +28,7 @@ from tiered_checkpoint_io.stores import open_store
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-class Heard:
+class Traces:
     """All readable output, as one text for each place."""
 
     def __init__(self):
@@ -85,16 +85,16 @@ class Heard:
     def everything(self):
         return [*self.texts, ("log", self.handler.stream.getvalue())]
 
-    def told(self, text):
+    def lines_with(self, text):
         return [where for where, said in self.everything() if text in said]
 
 
 @pytest.fixture
-def heard(capfd):
-    with Heard() as heard:
-        yield heard
+def traces(capfd):
+    with Traces() as traces:
+        yield traces
     captured = capfd.readouterr()
-    heard.add("output", captured.out, captured.err)
+    traces.add("output", captured.out, captured.err)
 
 
 def invented():
@@ -104,7 +104,7 @@ def invented():
 
 @pytest.mark.matrix
 @pytest.mark.timeout(120)
-def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monkeypatch):
+def test_no_secret_anywhere(traces, s3_server, s3_url, memory_dir, tmp_path, monkeypatch):
     wrong, token, password = invented(), invented(), invented()
     hidden = [s3_server.secret_key, wrong, token, password, quote(wrong, safe=""), quote(password, safe="")]
     options = {"dirpath": s3_url, "memory_dir": memory_dir, "log_dir": str(tmp_path / "logs"), "wait_timeout_s": 30}
@@ -118,41 +118,41 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
     io.load_checkpoint("tiered:latest")
     made = io.checkpointer
     session = made.session
-    heard.add(
+    traces.add(
         "objects", io, io.config, io.config.to_json(), made, made.restored, made.session.counts, made.session.asked
     )
-    heard.add(
+    traces.add(
         "objects", session, session.open(), session.durable(), session.last_save, made.session.poll(), vars(session)
     )
-    heard.add("objects", TieredModelCheckpoint.from_config(io.config), vars(session.durable()))
+    traces.add("objects", TieredModelCheckpoint.from_config(io.config), vars(session.durable()))
     io.teardown()
     writer = build(TieredStorageWriter, **options, save_to_s3=True, wait=True)
     dcp.save({"w": torch.ones(4)}, checkpoint_id="step_3", storage_writer=writer)
-    heard.add("objects", writer, vars(writer))
+    traces.add("objects", writer, vars(writer))
     writer.close()
     build(dcp.load, {"w": torch.zeros(4)}, **options)
     close_shared(build(settings_of, None, options))
     for words in (["status", "--memory-dir", memory_dir], ["ls", s3_url], ["verify", s3_url]):
-        assert heard.command(*words).returncode == 0
-    heard.command("flush", "--memory-dir", memory_dir)
-    heard.folder(memory_dir)
+        assert traces.command(*words).returncode == 0
+    traces.command("flush", "--memory-dir", memory_dir)
+    traces.folder(memory_dir)
 
     # One in which the server takes none of the credentials.
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong)
     monkeypatch.setenv("AWS_SESSION_TOKEN", token)
     failing = build(TieredCheckpointIO, **options, namespace="failing", on_save_error="raise")
-    with heard.failing(TieredCheckpointError):
+    with traces.failing(TieredCheckpointError):
         failing.save_checkpoint(state(4), "4.ckpt")
-    heard.add("objects", failing.checkpointer.session.counts, failing.checkpointer.session.poll())
-    heard.add("outcomes", *failing.checkpointer.session.open().drain.queue.outcomes())
-    heard.folder(memory_dir)
-    with heard.failing(TieredCheckpointError):
+    traces.add("objects", failing.checkpointer.session.counts, failing.checkpointer.session.poll())
+    traces.add("outcomes", *failing.checkpointer.session.open().drain.queue.outcomes())
+    traces.folder(memory_dir)
+    with traces.failing(TieredCheckpointError):
         failing.load_checkpoint("1.ckpt")
-    with heard.failing(TieredCheckpointError):
+    with traces.failing(TieredCheckpointError):
         failing.teardown()
-    assert heard.command("ls", s3_url).returncode == 1
-    heard.command("status", "--memory-dir", memory_dir, "--namespace", "failing")
-    with heard.failing(TieredCheckpointError):
+    assert traces.command("ls", s3_url).returncode == 1
+    traces.command("status", "--memory-dir", memory_dir, "--namespace", "failing")
+    with traces.failing(TieredCheckpointError):
         creds = {"AccessKeyId": "AKIA1", "SecretAccessKey": wrong, "SessionToken": token}
         S3Utils.download_s3_file_to_stream(f"{s3_url}/1.ckpt", creds=creds)
 
@@ -164,34 +164,38 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
         f"https://host/run?X-Amz-Signature={quote(password, safe='')}",
         store,
     ):
-        with heard.failing(ConfigError):
+        with traces.failing(ConfigError):
             build(TieredCheckpointIO, **{**options, "dirpath": dirpath})
-        with heard.failing(ConfigError):
+        with traces.failing(ConfigError):
             made.load(f"{dirpath}/1.ckpt")
-    assert heard.command("ls", dirpath).returncode == 2
+    assert traces.command("ls", dirpath).returncode == 2
     for endpoint in (f"http://user:{password}@host", f"user:{password}@host", f"https://host/?token={token}"):
-        with heard.failing(ConfigError):
+        with traces.failing(ConfigError):
             build(TieredCheckpointIO, **options, endpoint_url=endpoint)
-    assert heard.command("ls", s3_url, "--endpoint-url", endpoint).returncode == 2
+    assert traces.command("ls", s3_url, "--endpoint-url", endpoint).returncode == 2
     for block in ({"aws_secret_access_key": password}, {"storage_options": {"key": "a", "secret": password}}):
-        with heard.failing(ConfigError):
+        with traces.failing(ConfigError):
             build(TieredCheckpointConfig.from_any, {**options, **block})
     for given in ({"key": "AKIA1", "secret": password, "token": token}, [password, token]):
-        with heard.failing(TieredCheckpointError):
+        with traces.failing(TieredCheckpointError):
             io.save_checkpoint(state(5), "5.ckpt", storage_options=given if isinstance(given, dict) else {"s": given})
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://user:{quote(password, safe='')}@127.0.0.1:9")
-    with heard.failing(StoreError):
+    with traces.failing(StoreError):
         open_store(io.config)
 
     monkeypatch.undo()
-    heard.bucket(s3_server, s3_url)
+    traces.bucket(s3_server, s3_url)
     for folder in (memory_dir, tmp_path):
-        heard.folder(folder)
+        traces.folder(folder)
     for secret in hidden:
-        assert heard.told(secret) == []
+        assert traces.lines_with(secret) == []
     # All places were read.
-    assert {"log", "command ls", str(next(root.glob("*/drain.json")))} <= set(heard.told(s3_url))
-    assert "command status" in heard.told("4.ckpt")
-    assert [where for where in heard.told("SignatureDoesNotMatch") + heard.told("HTTP 403") if "error" in where]
-    assert heard.told(f"{s3_url.partition('//')[2].partition('/')[2]}/.tiered/manifests/1.ckpt.json")
-    assert {"failing/status/drain.log" in where for where, _ in heard.texts} == {True, False}
+    assert {"log", "command ls", str(next(root.glob("*/drain.json")))} <= set(traces.lines_with(s3_url))
+    assert "command status" in traces.lines_with("4.ckpt")
+    assert [
+        where
+        for where in traces.lines_with("SignatureDoesNotMatch") + traces.lines_with("HTTP 403")
+        if "error" in where
+    ]
+    assert traces.lines_with(f"{s3_url.partition('//')[2].partition('/')[2]}/.tiered/manifests/1.ckpt.json")
+    assert {"failing/status/drain.log" in where for where, _ in traces.texts} == {True, False}

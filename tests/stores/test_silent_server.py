@@ -113,7 +113,7 @@ def test_a_save_that_waits_stays_in_memory_and_is_uploaded_later(io_of, proxy, b
 
 def test_each_answer_begins_a_new_silence():
     """A long listing of a server that answers is no silence; counted from the last answer, silence ends it."""
-    told, clock = [], quick(silence_line_s=0.1)
+    counts, clock = [], quick(silence_line_s=0.1)
 
     def ask():
         retry = Retry(Metrics(), clock)
@@ -121,8 +121,8 @@ def test_each_answer_begins_a_new_silence():
             retry(lambda: time.sleep(0.3))
         return "listed"
 
-    assert answer_within(1.2, ask, clock=clock, count_down=lambda *figures: told.append(figures)) == "listed"
-    assert told, "a part of a second of silence is said"
+    assert answer_within(1.2, ask, clock=clock, count_down=lambda *figures: counts.append(figures)) == "listed"
+    assert counts, "a part of a second of silence is said"
     never = threading.Event()
     with failing("unavailable", match="S3 has not answered for 1 s"):
         answer_within(1.0, never.wait, what="S3", clock=clock)

@@ -88,8 +88,8 @@ class Zygote:
 
     def _listen(self):
         for line in self._process.stdout:
-            told = json.loads(line)
-            self._forked[told.pop("number")].hear(**told)
+            message = json.loads(line)
+            self._forked[message.pop("number")].hear(**message)
         self.has_ended = True
         for each in self._forked:
             each.hear()

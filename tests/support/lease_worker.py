@@ -24,10 +24,10 @@ def live(lines):
         lines.write(f"{text}\n")
         lines.flush()
 
-    told = json.loads(lines.readline())
-    clock = quick(**told.pop("times"))
-    os.environ.update(told.pop("env"))
-    config = build(TieredCheckpointConfig.from_any, **told)
+    job = json.loads(lines.readline())
+    clock = quick(**job.pop("times"))
+    os.environ.update(job.pop("env"))
+    config = build(TieredCheckpointConfig.from_any, **job)
     made = Checkpointer(config, session=Session(config, clock=clock))
     answer(os.getpid())
     for number, line in enumerate(lines, start=1):

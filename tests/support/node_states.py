@@ -141,12 +141,12 @@ def small():
 class Moment:
     """Facts that judge a restart: the operations that were begun, the finished ones, and the durable tier."""
 
-    def __init__(self, begun, told, durable):
-        self.begun, self.told, self.durable = begun, told, durable
+    def __init__(self, begun, ended, durable):
+        self.begun, self.ended, self.durable = begun, ended, durable
 
     def allowed(self, name, shown):
         """Returns the saves that a name may show after the restart, if it shows ``shown`` before."""
-        on_name = [number for number in self.told if _operations()[number][1] == name]
+        on_name = [number for number in self.ended if _operations()[number][1] == name]
         floor = max(on_name, default=0)
         later = [number for number in range(floor + 1, self.begun + 1) if _operations()[number][1] == name]
         allowed = {shown}
@@ -196,13 +196,13 @@ def _record(place, chooser, sample, draws):
     def after(recorder):
         if chooser.random() >= sample:
             return
-        told = frozenset(numbers[each.op_id] for each in queue.outcomes() if each.state == "committed")
+        ended = frozenset(numbers[each.op_id] for each in queue.outcomes() if each.state == "committed")
         durable = crash_states.read(place.durable)
         for tree in crash_states.states(recorder, chooser, draws):
-            key = hash((at, told, tuple(sorted(tree.items(), key=lambda item: item[0]))))
+            key = hash((at, ended, tuple(sorted(tree.items(), key=lambda item: item[0]))))
             if key not in seen:
                 seen.add(key)
-                pending.append((Moment(at, told, durable), tree))
+                pending.append((Moment(at, ended, durable), tree))
 
     with place.trainer("raise") as made:
         session = made.session
@@ -271,7 +271,7 @@ def _check(moment, before, after):
     for name in {*before, *after}:
         if after.get(name) not in moment.allowed(name, before.get(name)):
             text = f"{name} showed {before.get(name)}, and shows {after.get(name)}, behind {moment.begun} operations"
-            raise Lost(f"{text}, of which {sorted(moment.told)} were done")
+            raise Lost(f"{text}, of which {sorted(moment.ended)} were done")
 
 
 def _restart(place, moment, durable, *, anew):

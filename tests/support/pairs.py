@@ -239,10 +239,10 @@ def load(order, counter, rank):
     os.makedirs(node(order, rank), exist_ok=True)
     options = {**options_of(order), "memory_dir": node(order, rank), "drain": "thread"}
     try:
-        told = [rank, *(load_full if order["kind"] == "full" else load_sharded)(options, rank)]
+        answer = [rank, *(load_full if order["kind"] == "full" else load_sharded)(options, rank)]
     except Exception as error:
-        told = [rank, None, f"{type(error).__name__}: {error}"]
-    counter.tell(done=told)
+        answer = [rank, None, f"{type(error).__name__}: {error}"]
+    counter.tell(done=answer)
 
 
 def load_full(options, _):

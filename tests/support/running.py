@@ -41,8 +41,8 @@ class Run:
         self._socket.connect(path)
         self._lines = self._socket.makefile("rw")
         env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")} | dict(env)
-        told = {"dirpath": dirpath, "memory_dir": memory_dir, "times": times, "env": env}
-        self.pid = int(self.do(json.dumps({**told, **options})))
+        job = {"dirpath": dirpath, "memory_dir": memory_dir, "times": times, "env": env}
+        self.pid = int(self.do(json.dumps({**job, **options})))
 
     def tell(self, line):
         self._lines.write(line + "\n")

@@ -85,11 +85,11 @@ class OptionalContract:
         data = os.urandom(3 << 20)
         store.upload("x", memoryview(data))
         pieces = [memoryview(bytearray(length)) for length in (1, 1 << 20, 0, 700_001, 5)]
-        told: list[bytes] = []
-        read_pieces(store, "x", 7, pieces, lambda index: told.append(bytes(pieces[index])))
-        assert [len(each) for each in told] == [1, 1 << 20, 0, 700_001, 5]
-        assert b"".join(told) == data[7 : 7 + sum(map(len, told))]
-        assert store.metrics.snapshot()["bytes.down"] == sum(map(len, told))
+        arrived: list[bytes] = []
+        read_pieces(store, "x", 7, pieces, lambda index: arrived.append(bytes(pieces[index])))
+        assert [len(each) for each in arrived] == [1, 1 << 20, 0, 700_001, 5]
+        assert b"".join(arrived) == data[7 : 7 + sum(map(len, arrived))]
+        assert store.metrics.snapshot()["bytes.down"] == sum(map(len, arrived))
         with pytest.raises(CorruptCheckpointError):
             read_pieces(store, "x", len(data) - 4, [pieces[0], pieces[-1]], lambda _: None)
         with pytest.raises(StoreNotFoundError):

@@ -176,19 +176,19 @@ class Trainer:
         self._without_node(place)
         if place.root.exists() and (place.root / "drain.json").exists():
             place.drain()
-        told = self._without_node(place)
-        if self.victims == "drain" and told != sum(is_durable(each) for each in LIVES[self.kind]):
-            raise Lost(f"{told} operations are durable, though the trainer has waited for all")
+        count = self._without_node(place)
+        if self.victims == "drain" and count != sum(is_durable(each) for each in LIVES[self.kind]):
+            raise Lost(f"{count} operations are durable, though the trainer has waited for all")
         restored(place, self.kind, (found,), go_on=True)
         return "new" if found == new and done < last else "old"
 
     def _without_node(self, place):
         if not place.root.exists():
             return 0
-        told = sum(each.state == "committed" for each in Queue(place.root).outcomes())
-        allowed = (newest_durable(self.kind, told), newest_durable(self.kind, told + 1))
+        count = sum(each.state == "committed" for each in Queue(place.root).outcomes())
+        allowed = (newest_durable(self.kind, count), newest_durable(self.kind, count + 1))
         restored(place, self.kind, allowed, namespace="another-node")
-        return told
+        return count
 
 
 # ----------------------------------------------------------------------------------------- restores

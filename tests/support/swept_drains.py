@@ -80,11 +80,11 @@ class FullDrain:
 
     def moment(self, store, node):
         """After all operations that were reported as done, or a step into the next one."""
-        told = len([outcome for outcome in node.queue.outcomes() if outcome.state == "committed"])
-        seen, now, then = self.view(store), MOMENTS[told][0], MOMENTS[min(told + 1, len(MOMENTS) - 1)][0]
+        count = len([outcome for outcome in node.queue.outcomes() if outcome.state == "committed"])
+        seen, now, then = self.view(store), MOMENTS[count][0], MOMENTS[min(count + 1, len(MOMENTS) - 1)][0]
         for name in sorted({*seen, *now, *then}):
             if seen.get(name) not in (now.get(name), then.get(name)):
-                text = f"{name} shows {seen.get(name)} behind {told} operations: {now}, then {then}"
+                text = f"{name} shows {seen.get(name)} behind {count} operations: {now}, then {then}"
                 raise (Mixed if seen.get(name) == "unknown bytes" else Lost)(text)
         return "old" if seen == now else "new"
 
@@ -116,10 +116,10 @@ class ShardedDrain(FullDrain):
             seen = tuple(sharded.readable(store, name) for name in ("a", "last", "b"))
         except AssertionError as error:
             raise Mixed(str(error)) from error
-        told = sum(node.states().get(story.op_id(number)) == "committed" for number in range(1, 6))
-        if seen not in self.later[told : told + 2]:
-            raise Lost(f"{told} operations were told to be done, but a reader sees {seen}")
-        return "old" if seen == self.later[told] else "new"
+        count = sum(node.states().get(story.op_id(number)) == "committed" for number in range(1, 6))
+        if seen not in self.later[count : count + 2]:
+            raise Lost(f"{count} operations have ended, but a reader sees {seen}")
+        return "old" if seen == self.later[count] else "new"
 
     def finished(self, store, node):
         kept = {"b/.metadata", *(f"b/__{file}-4.distcp" for file in ("0_0", "0_1", "1_0", "1_1"))}

@@ -96,13 +96,13 @@ def loaded(place, kind, allowed):
     done = place.run("pair-load", kind).done
     steps = set()
     for rank in (0, 1):
-        told = [[step, equal] for who, step, equal in done if who == rank]
-        nothing = 0 in allowed and told and "NotFound" in str(told[0][1])
-        if not told or not (nothing or told[0][0] in allowed):
-            raise Lost(f"rank {rank} has loaded {told} instead of one of {[*allowed]}")
-        if not nothing and told[0][1] is not True:
-            raise Mixed(f"step {told[0][0]} differs from what was saved")
-        steps.add(0 if nothing else told[0][0])
+        came = [[step, equal] for who, step, equal in done if who == rank]
+        nothing = 0 in allowed and came and "NotFound" in str(came[0][1])
+        if not came or not (nothing or came[0][0] in allowed):
+            raise Lost(f"rank {rank} has loaded {came} instead of one of {[*allowed]}")
+        if not nothing and came[0][1] is not True:
+            raise Mixed(f"step {came[0][0]} differs from what was saved")
+        steps.add(0 if nothing else came[0][0])
     if len(steps) > 1:
         raise Mixed(f"the ranks have loaded different steps: {steps}")
     return steps.pop()

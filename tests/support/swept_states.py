@@ -61,13 +61,13 @@ class Told:
         return [SimpleNamespace(state="committed") for _ in self._committed]
 
 
-def try_story(told, folder, *, seed=0, sample=1.0):
+def try_story(story, folder, *, seed=0, sample=1.0):
     """Returns the number of states tried, and the verdicts that are no good."""
     chooser, bad, seen = random.Random(seed), [], set()
     memory, durable = f"{folder}/memory", f"{folder}/durable"
     Path(memory).mkdir(mode=0o700)
     node = Node(memory, durable, max_write_concurrency=1)
-    told.fill(node)
+    story.fill(node)
     pending = []
 
     def after(recorder):
@@ -83,22 +83,22 @@ def try_story(told, folder, *, seed=0, sample=1.0):
     with crash_states.recording(durable, after) as recorder:
         drain(node)
     assert crash_states.present(recorder.top) == crash_states.read(durable), "the model does not follow what is there"
-    told.finished(DirectoryStore(durable), node)
+    story.finished(DirectoryStore(durable), node)
     node.tier.close()
     for number, (done, tree) in enumerate(pending):
-        why = _try_state(told, Told(done), tree, f"{folder}/state", anew=number % 4 == 0)
+        why = _try_state(story, Told(done), tree, f"{folder}/state", anew=number % 4 == 0)
         if why:
             bad.append(why)
     return len(pending), bad
 
 
-def _try_state(told, node, tree, folder, *, anew):
+def _try_state(story, node, tree, folder, *, anew):
     crash_states.write(tree, f"{folder}/durable")
     store = DirectoryStore(f"{folder}/durable")
     try:
-        told.moment(store, node)
+        story.moment(store, node)
         if anew:
-            _save_anew(told, node, store, folder)
+            _save_anew(story, node, store, folder)
     except Mixed as error:
         return f"mixture: {error}"
     except AssertionError as error:
@@ -110,7 +110,7 @@ def _try_state(told, node, tree, folder, *, anew):
     return None
 
 
-def _save_anew(told, before, store, folder):
+def _save_anew(story, before, store, folder):
     """Saves a further checkpoint on a node with empty memory; readable checkpoints must stay readable."""
     Path(f"{folder}/memory").mkdir(mode=0o700)
     node = Node(f"{folder}/memory", store.url)
@@ -122,7 +122,7 @@ def _save_anew(told, before, store, folder):
         raise Lost("the new save is not there")
     store.delete("anew.ckpt")
     store.delete(".tiered/manifests/anew.ckpt.json")
-    told.moment(store, before)
+    story.moment(store, before)
 
 
 STORIES = (Full, Sharded, Local)

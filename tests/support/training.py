@@ -81,7 +81,7 @@ class LogBook(Logger):
         super().__init__()
         self.dirpath = dirpath
         self.metrics = []
-        self.told = []
+        self.states = []
 
     def log_metrics(self, metrics, step=None):
         self.metrics.append((step, metrics))
@@ -90,7 +90,7 @@ class LogBook(Logger):
         pass
 
     def after_save_checkpoint(self, callback):
-        self.told.append((callback.best_model_path, callback.last_model_path, durable(self.dirpath)))
+        self.states.append((callback.best_model_path, callback.last_model_path, durable(self.dirpath)))
 
 
 class Runs:

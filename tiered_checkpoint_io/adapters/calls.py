@@ -195,7 +195,7 @@ def _in_regular_layout(ranks: list[int]) -> tuple[int, int]:
     outer, inner = divmod(ranks[0], stride * size)
     if not regular or inner >= stride or count % (stride * size):
         raise ConfigError(
-            f"which shard the replication group {ranks} of {count} ranks has can't be told from it",
+            f"the replication group {ranks} of {count} ranks does not say which shard it has",
             operation="save",
             hint="give the sharding group as process_group=",
         )

@@ -72,7 +72,7 @@ class Notice:
 
     def notify(self, number: int) -> bool:
         """Notes that the job is to end, from any thread or signal handler; False if no training runs."""
-        told, session = signal.Signals(number), self._session
+        received, session = signal.Signals(number), self._session
         if session is None:
             return False
         if self.received is None:
@@ -80,7 +80,7 @@ class Notice:
             used = self.grace_seconds - min(self.grace_seconds / 2, margin)
             self.expect(session.clock.monotonic() + used, session)
             # Last, for another thread looks at it.
-            self.received = told
+            self.received = received
         return True
 
     def left_s(self, session: Session) -> float:
@@ -131,7 +131,7 @@ class Agreement:
         self._bound = timedelta(seconds=float(session.config.support.wait_timeout_s))
         self._group: Any = None
         #: This rank's message at the previous boundary, and its time.
-        self._told: tuple[torch.Tensor, Any, float] | None = None
+        self._asked: tuple[torch.Tensor, Any, float] | None = None
         if current_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._bound)
 
@@ -143,8 +143,8 @@ class Agreement:
         if self._group is None:
             self.is_reached = notice.received is not None
             return self.is_reached
-        if self._told is not None:
-            told, work, since = self._told
+        if self._asked is not None:
+            asked, work, since = self._asked
             try:
                 work.wait(self._bound)
             except RuntimeError as error:
@@ -154,7 +154,7 @@ class Agreement:
                     rank=dist.get_rank(),
                     hint="see the logs of the other ranks",
                 ) from error
-            left = -float(told)
+            left = -float(asked)
             if not math.isinf(left):
                 notice.expect(since + left, self._session)
                 self.is_reached = True
@@ -162,7 +162,7 @@ class Agreement:
         mine = -math.inf if notice.received is None else -notice.left_s(self._session)
         tensor = torch.tensor([mine], dtype=torch.float64, device="cpu")
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._told = tensor, work, self._session.clock.monotonic()
+        self._asked = tensor, work, self._session.clock.monotonic()
         return False
 
     def least(self, count: float) -> float:
@@ -192,11 +192,11 @@ class Agreement:
             dist.destroy_process_group(group)
 
 
-def _signal(told: str | int) -> signal.Signals:
+def _signal(asked: str | int) -> signal.Signals:
     try:
-        number = signal.Signals[told.upper()] if isinstance(told, str) else signal.Signals(told)
+        number = signal.Signals[asked.upper()] if isinstance(asked, str) else signal.Signals(asked)
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"there is no signal {told!r}", hint="such as SIGTERM or SIGUSR1") from error
+        raise ConfigError(f"there is no signal {asked!r}", hint="such as SIGTERM or SIGUSR1") from error
     if number in (signal.SIGKILL, signal.SIGSTOP):
         raise ConfigError(
             f"{number.name} cannot be handled", hint="name a signal that comes before it, such as SIGTERM"
@@ -347,7 +347,7 @@ class PreemptionCheckpoint(Callback):
         notice, session = self.notice, self._session
         number = notice.received or signal.SIGTERM
         step = trainer.global_step
-        why = f"received {number.name}" if notice.received else "another rank is told to end"
+        why = f"received {number.name}" if notice.received else "another rank has to end"
         session.is_preempted = self._is_stopping = True
         session.log.at_step(step).warning("%s; %.0f s are left for a last checkpoint", why, notice.left_s(session))
         if step > 0 and not trainer.sanity_checking:

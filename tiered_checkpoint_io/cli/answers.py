@@ -65,7 +65,7 @@ def claimed(
 def _waits(
     config: TieredCheckpointConfig, keeper: LeaseKeeper, stop: threading.Event, store_url: str, *, makes_room: bool
 ) -> bool:
-    began, told = SYSTEM.monotonic(), False
+    began, is_said = SYSTEM.monotonic(), False
     while not keeper.is_held and not stop.is_set():
         keeper.check(_LOOK_S)
         failure, waited = keeper.failure, SYSTEM.monotonic() - began
@@ -84,9 +84,9 @@ def _waits(
         if isinstance(failure, TieredCheckpointError) and not failure.retryable:
             # No later try can succeed.
             raise failure
-        if not told and waited > SYSTEM.timing.lease_poll_s and not keeper.is_held:
+        if not is_said and waited > SYSTEM.timing.lease_poll_s and not keeper.is_held:
             say(f"watching for up to {SYSTEM.timing.lease_ttl_s:.0f} s whether another run is alive", err=True)
-            told = True
+            is_said = True
         if waited > SYSTEM.timing.lease_ttl_s + max(_PATIENCE_S, config.support.durable_timeout_s):
             raise StoreError(
                 "could not check whether another run uses this dirpath, so nothing was changed",

@@ -397,12 +397,12 @@ class _Fetch:
             fetched = [part for part in parts if not _has(tier, part)]
         entries = [entry for part in fetched for entry in part.content.files]
         size = sum(entry.size for entry in entries)
-        heard, question, show = moving(), current_question(), progress("get", size, silent=options.as_json)
+        moved, question, show = moving(), current_question(), progress("get", size, silent=options.as_json)
 
         def count(amount: int) -> None:
             if question is not None and question.cancelled.is_set():
                 raise StoreError("interrupted", operation="get", tier="durable", key=store.url)
-            heard()
+            moved()
             show(amount)
 
         trust = Trust(weights_only=not options.trust)
@@ -448,10 +448,10 @@ def _parts(config: TieredCheckpointConfig, store: Store, name: str, content: Con
 
 def _has(tier: MemoryTier, part: Part) -> bool:
     """Returns True if memory has a part already, intact; a damaged one is quarantined."""
-    heard = moving()
+    moved = moving()
     for stored in tier.held():
         if (stored.save_id, stored.part.rank) == (part.save_id, part.rank):
-            checked = check_part(held_part(tier, stored, ()), lambda _: heard())
+            checked = check_part(held_part(tier, stored, ()), lambda _: moved())
             if checked.state == "damaged":
                 tier.quarantine(stored.folder, checked.error or "")
             elif checked.state == "intact":

@@ -112,14 +112,14 @@ def _deferring() -> Iterator[None]:
     came: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
-    before = {number: signal.signal(number, lambda told, _: came.append(told)) for number in numbers}
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for told in came:
-        signal.raise_signal(told)
+    for each in came:
+        signal.raise_signal(each)
 
 
 def _variables(each: CheckpointInfo) -> dict[str, str]:
@@ -159,8 +159,8 @@ def _write(
     event: Literal["new", "ran"], each: CheckpointInfo, exit_status: int | None = None, duration_s: float | None = None
 ) -> None:
     """Prints a checkpoint that has become durable, or the end of a command for it, for programs."""
-    told = {"event": event, "time": datetime.now(timezone.utc), "checkpoint": each}
-    write_json("watch", {**told, "exit_status": exit_status, "duration_s": duration_s})
+    row = {"event": event, "time": datetime.now(timezone.utc), "checkpoint": each}
+    write_json("watch", {**row, "exit_status": exit_status, "duration_s": duration_s})
 
 
 _COLUMNS: Columns = {

@@ -477,8 +477,8 @@ def splits(url: str) -> list[Split]:
 
 def form_of(name: str) -> str:
     """Returns the series of a name, without knowledge of its checkpoint."""
-    told = step_in_name(name)
-    return series_of(name, -1 if told is None else told)
+    named = step_in_name(name)
+    return series_of(name, -1 if named is None else named)
 
 
 def folder_of(name: str) -> str:
@@ -512,24 +512,24 @@ def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
     try:
         name = name_in(dirpath, text)
     except ConfigError:
-        told = step_in_name(text)
+        named = step_in_name(text)
         if scheme is None and not os.path.isabs(text):
             raise
         if scheme is None and url_scheme(dirpath) is not None:
-            if step is None and told is None:
+            if step is None and named is None:
                 raise
-            name = f"step_{told if step is None else step}"
+            name = f"step_{named if step is None else step}"
         else:
             parent, _, last = text.rpartition("/")
             if ".." in text.split("/") or not parent or parent.endswith(":/"):
                 raise
             dirpath, name = normalize_dirpath(parent), validate_name(last)
-    told = step_in_name(name)
+    named = step_in_name(name)
     if step is None:
-        return Located(dirpath, name, -1 if told is None else told)
-    if told is None:
+        return Located(dirpath, name, -1 if named is None else named)
+    if named is None:
         name = validate_name(f"{name}/step_{step}")
-    elif told != step:
+    elif named != step:
         match = list(_STEP_IN_NAME.finditer(name))[-1]
         name = f"{name[: match.start('step')]}{step}{name[match.end('step') :]}"
     return Located(dirpath, name, step)

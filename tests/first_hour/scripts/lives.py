@@ -15,7 +15,7 @@ from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 
 STEPS = 30
-told = dict(each.split("=", 1) for each in sys.argv[1:])
+options = dict(each.split("=", 1) for each in sys.argv[1:])
 
 
 class Model(LightningModule):
@@ -36,14 +36,14 @@ class Model(LightningModule):
 
 class Kill(Callback):
     def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == int(told.get("kill", 0)):
+        if trainer.global_step == int(options.get("kill", 0)):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 seed_everything(1, verbose=False)
 model = Model()
 trainer = Trainer(
-    plugins=[AsyncCheckpointIO(TieredCheckpointIO(dirpath=told["dirpath"], namespace=told["namespace"]))],
+    plugins=[AsyncCheckpointIO(TieredCheckpointIO(dirpath=options["dirpath"], namespace=options["namespace"]))],
     callbacks=[
         TieredModelCheckpoint(memory_every_n_train_steps=5, s3_every_n_train_steps=10, filename="{step}"),
         Kill(),

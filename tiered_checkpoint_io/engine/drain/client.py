@@ -401,7 +401,7 @@ class DrainHandle:
                 if not is_leaving:
                     self._stood_still = self._figures
                 where, hint = tier_label(self._config.dirpath), "it stays queued, and is uploaded once that is possible"
-                text = "the job is told to end" if is_leaving else f"nothing has reached {where} for {moving_s:.0f} s"
+                text = "the job has to end" if is_leaving else f"nothing has reached {where} for {moving_s:.0f} s"
                 raise StandstillError(text, operation="drain", tier="durable", key=self._config.dirpath, hint=hint)
             if is_hopeless():
                 text, hint = "a rank has no part of it", "see that rank's log; it stays in node memory"

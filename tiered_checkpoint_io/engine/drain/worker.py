@@ -366,9 +366,9 @@ class Drain:
             gone = sweep.sweep(store, survey, before=stored - age_s, live=live - {committed.save_id}, clock=self._clock)
         except TieredCheckpointError as error:
             # A manifest that can't be read stays so from save to save.
-            if str(error) != survey.told:
+            if str(error) != survey.logged:
                 self._log.warning("could not remove all that is left of incomplete saves: %s", error)
-            survey.told = str(error)
+            survey.logged = str(error)
             return
         for save_id, name in gone:
             self._log.warning("save %s of %s never became complete, or was deleted: removed its objects", save_id, name)

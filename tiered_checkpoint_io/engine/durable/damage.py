@@ -91,7 +91,7 @@ def edit_of(store: Store, manifest: Manifest) -> Damage | None:
 def _first_damage(
     store: Store, entries: Collection[FileEntry], owners: dict[str, int], progress: _Progress
 ) -> Damage | None:
-    heard, damaged = moving(), set[str]()
+    moved, damaged = moving(), set[str]()
 
     def one(job: tuple[FileEntry, int]) -> Damage | None:
         entry, index = job
@@ -102,7 +102,7 @@ def _first_damage(
             if index == 0 and (size := store.size(entry.path)) != entry.size:
                 raise CorruptCheckpointError(f"{size} bytes instead of {entry.size}")
             # The bytes are only compared. A slow line takes longer for a chunk than a silence may last.
-            fetch_targets(store, entry, index, (), lambda _: heard())
+            fetch_targets(store, entry, index, (), lambda _: moved())
             progress(entry.chunks[index][1])
         except (CorruptCheckpointError, StoreNotFoundError) as error:
             damaged.add(entry.path)

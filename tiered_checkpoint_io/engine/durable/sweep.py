@@ -77,7 +77,7 @@ class Survey:
 
     Attributes:
         locked: Unnamed saves that the server refuses to remove.
-        due: Time of the next sweep, by the monotonic clock; ``told`` is the error of the last, as it was logged.
+        due: Time of the next sweep, by the monotonic clock; ``logged`` is the error of the last, as it was logged.
         unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
         refused: Checkpoints that the server refused to remove, and that were not reported yet.
         left_alone: Time until which the checkpoints of a step stay, as the server lately refused to remove one.
@@ -85,7 +85,7 @@ class Survey:
 
     locked: set[str] = field(default_factory=set)
     due: float = -math.inf
-    told: str = ""
+    logged: str = ""
     unread: dict[str, CorruptCheckpointError] = field(default_factory=dict)
     refused: list[RemovalAttempt] = field(default_factory=list)
     left_alone: dict[int | str, float] = field(default_factory=dict)

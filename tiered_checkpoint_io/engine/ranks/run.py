@@ -89,8 +89,8 @@ def leads_node() -> bool:
 def may_lead_node() -> bool:
     """Returns :func:`leads_node`, or True if no launcher says which ranks are on this node."""
     rank = str(current_rank())
-    told = "LOCAL_RANK" in os.environ or any(os.environ.get(of_all) == rank for of_all, _ in _LAUNCHERS)
-    return leads_node() or not told
+    is_known = "LOCAL_RANK" in os.environ or any(os.environ.get(of_all) == rank for of_all, _ in _LAUNCHERS)
+    return leads_node() or not is_known
 
 
 def _initialized() -> Any:

@@ -306,10 +306,10 @@ class Search:
                 refuse_other_kind(candidate, self._accepts, self.tiers.dirpath, self._why)
                 if candidate.durable is not None and candidate.held:
                     self._refuse_edited(known.manifests)
-                told = len(self.rejected)
+                already = len(self.rejected)
                 (self._tried if candidate.durable is not None else self._tried_in_memory).add(candidate.save_id)
                 yield candidate
-                self._why[candidate.save_id] = "; ".join(self.rejected[told:]) or f"{candidate.name} is not intact"
+                self._why[candidate.save_id] = "; ".join(self.rejected[already:]) or f"{candidate.name} is not intact"
                 if candidate.durable is not None and self._looks_changed(candidate.name):
                     break
         self.reject(self._notes)

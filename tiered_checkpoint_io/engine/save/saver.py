@@ -589,7 +589,7 @@ class LocalSaver:
         while end is None:
             waited_s = clock.monotonic() - began
             if waited_s >= timeout_s:
-                raise part.not_durable(f"shard 0 has not told of its commit within {timeout_s} s")
+                raise part.not_durable(f"shard 0 has not reported its commit within {timeout_s} s")
             clock.sleep(clock.timing.pause_s(clock.timing.local_poll_s, waited_s))
             try:
                 end = _answered(session, lambda: self.run.end_of(facts.save_id))
