@@ -60,8 +60,8 @@ DEFECTS = [
     (
         "the drain of a node without the coordinator does not show that its save is alive",
         DRAIN,
-        "            return stored.pending\n",
-        "            return stored.pending\n        return False\n",
+        "                        live[save_id] = part.place\n",
+        "                        continue\n",
     ),
     (
         "a sweep removes whatever has no manifest, however new",

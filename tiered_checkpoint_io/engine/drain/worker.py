@@ -13,7 +13,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -108,10 +107,9 @@ class Drain:
         self._refused: set[Place] = set()
         #: Knowledge of the sweep and of retention.
         self._surveys: dict[Place, sweep.Survey] = {}
-        #: Time of the next refresh of live saves.
         self._refresh_at, self._refreshing = -math.inf, threading.Lock()
-        #: Parts that were sent, by their saves: memory may drop them before the save is committed.
-        self._sent: dict[str, StoredPart] = {}
+        #: Parts of several that were sent, and since when, by their saves: memory may drop them before the commit.
+        self._sent: dict[str, tuple[Part, float]] = {}
         self._replicas = Replicas(root, self._tier, self._log, clock)
         serves = stay or for_trainer
         self._server = Server(root, self._tier, self._log, clock, self._replicas) if serves else None
@@ -195,6 +193,11 @@ class Drain:
         with contextlib.suppress(TieredCheckpointError, OSError):
             # Its imports take seconds on a busy node. The first operation reports an error again.
             self._stores.get(place_of(self._stores.config))
+        for each in self._tier.parts():
+            part = each.part
+            if part.durable and each.drained and part.content.parts > 1 and not (part.commits or each.is_replica):
+                # An earlier drain has sent it.
+                self._sent[part.save_id] = part, self._clock.monotonic()
 
     def _serve(self) -> None:
         """Serves this node's memory to other nodes, and stops, if a trainer asks for that; never raises."""
@@ -344,7 +347,7 @@ class Drain:
                 with contextlib.nullcontext() if commit.is_sent(journal) else self._begun.sending(stored.op_id, clock):
                     fate = commit.put_part(store, part, files, journal=journal, progress=self._progress, clock=clock)
                 if fate == "sent" and not part.commits:
-                    self._sent[part.save_id] = replace(stored, drained=True)
+                    self._sent[part.save_id] = part, clock.monotonic()
                 if fate == "replaced" or not part.commits:
                     return fate
                 if fate == "sent" and (rows := self._begun.gather(store, part, timeout_s, clock)) is None:
@@ -384,12 +387,17 @@ class Drain:
         try:
             # A failed refresh is repeated well within the age.
             with contextlib.suppress(TieredCheckpointError, OSError):
+                queued = [each.part for each in self._tier.parts() if each.pending and each.part.content.parts > 1]
+                live = {part.save_id: part.place for part in queued}
                 sent = dict(self._sent)
-                parts = [each for each in self._tier.parts() if each.part.durable and each.part.content.parts > 1]
-                parts += sent.values()
-                live = {each.save_id: each.part.place for each in parts if self._lives(each, parts)}
-                for save_id in sent.keys() - live.keys():
-                    del self._sent[save_id]
+                for save_id, (part, since) in sorted(sent.items()):
+                    # The saves of a series are committed in their order.
+                    series = {each.save_id: each for each, _ in sent.values() if each.series_key == part.series_key}
+                    is_old = clock.monotonic() - since > clock.timing.abandoned_s
+                    if is_old or self._is_past(part) or self._is_past(series[max(series)]):
+                        del self._sent[save_id]
+                    else:
+                        live[save_id] = part.place
                 for save_id in sorted(live):
                     sweep.refresh(self._stores.get(live[save_id]), save_id)
             with contextlib.suppress(TieredCheckpointError, OSError):
@@ -397,18 +405,10 @@ class Drain:
         finally:
             self._refreshing.release()
 
-    def _lives(self, stored: StoredPart, parts: list[StoredPart]) -> bool:
-        """Returns True if the save of a part of several may still be committed."""
-        part, clock = stored.part, self._clock
-        if stored.pending or part.commits or clock.wall() - part.content.created > clock.timing.abandoned_s:
-            return stored.pending
-        # The saves of a series are committed in their order.
-        last = max(
-            (each.part for each in parts if each.part.series_key == part.series_key), key=lambda each: each.save_id
-        )
-        store = self._stores.get(part.place)
-        manifests = [(each, current(store, each.name)) for each in (part, last)]
-        return not any(commit.is_committed(at, each) or commit.gone_past(at, each, clock) for each, at in manifests)
+    def _is_past(self, part: Part) -> bool:
+        """Returns True if a sent part's save is committed, or given up for a later one."""
+        manifest = current(self._stores.get(part.place), part.name)
+        return commit.is_committed(manifest, part) or commit.gone_past(manifest, part, self._clock)
 
     def _survey(self, place: Place) -> sweep.Survey:
         return self._surveys.setdefault(place, sweep.Survey())
